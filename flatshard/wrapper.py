@@ -353,18 +353,6 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         recording = extra("recording", "ShardedWrapper.step_report()")
         return recording.last_report(self._sharded_unit.context)  # type: ignore[no-any-return]
 
-    def warn_non_finite(self, enabled: bool = True) -> None:
-        """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
-
-        The check reads this rank's gradients before they are averaged, so the rank that warns has
-        computed the inf or NaN. Until the warning, the host waits at the end of each backward.
-        Overflows under ``GradScaler`` are normal. On an inner wrapper this method acts on the whole
-        model. No communication.
-        """
-        rank = self._sharded_unit.settings.ranks.world.global_rank
-        non_finite = extra("non_finite", "ShardedWrapper.warn_non_finite()")
-        non_finite.watch_non_finite(self._sharded_unit.context, rank if enabled else None)
-
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
 
@@ -521,11 +509,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def norms(
         self,
-        kind: Literal["grad", "param", "update"] = "grad",
+        kind: Literal["grad", "param"] = "grad",
         per: Literal["parameter", "unit"] = "parameter",
         norm_type: float = 2.0,
     ) -> dict[str, float]:
-        """Return the norms of all full parameters, gradients or updates, keyed by unwrapped name.
+        """Return the norms of all full parameters or gradients, keyed by unwrapped name.
 
         Costs one collective, if all units train on the same ranks, and one wait of the host. The
         returned dict has an attribute ``non_finite``: for each name whose norm is inf or NaN, the
@@ -543,9 +531,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Args:
             kind: ``"grad"``: the gradients in ``.grad``; parameters without a gradient are left
-                out. ``"param"``: the parameters. ``"update"``: the change of the parameters since
-                the previous ``norms("update")``; the first call copies this rank's shards, and
-                returns an empty dict. Loading a checkpoint changes parameters, too.
+                out. ``"param"``: the parameters.
             per: one norm for each parameter or for each unit. Units have the names of
                 ``unit_report()``; the name of the root unit is ``""``.
             norm_type: the p of the p-norm; ``math.inf``: the largest absolute value; 0: the number

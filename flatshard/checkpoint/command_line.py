@@ -77,7 +77,7 @@ def _convert(options: dict[str, Any]) -> None:
 def describe(path: str) -> str:
     """Return a text with the checkpoint's format and step, and a table of its tensors."""
     source = open_source(path)
-    source.check_complete(path)
+    source.check_complete()
     lines = [f"{name}: {value}" for name, value in {"format": source.kind, **source.facts}.items()]
     named = {".".join(names): one for names, one in source.tensors.items()}
     width = max(map(len, named), default=0)

@@ -17,12 +17,15 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import default_planner, metadata
+from torch import Tensor
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint import filesystem as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.planner import ReadItem
 
 from flatshard.checkpoint.folder import FileRecord, zip_stream
 from flatshard.checkpoint.sources import load_safely
+from flatshard.optimizer.state_dicts import StateDict
 
 # ---------------------------------------------------------------- writing
 
@@ -86,18 +89,6 @@ class _Metadata(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the file has a {module}.{name}, whose loading may run code")
 
 
-def read_metadata(folder: Path) -> Any:
-    """Read the file ``.metadata`` in a DCP folder, and return torch's ``Metadata``."""
-    content = io.BytesIO((folder / ".metadata").read_bytes())
-    try:
-        metadata = _Metadata(content).load()
-        metadata.storage_data.values()
-    except Exception as error:  # for invalid bytes, pickle raises errors of many types
-        text = f"{folder / '.metadata'} cannot be read: {error}. Use another checkpoint."
-        raise ValueError(text) from error
-    return metadata
-
-
 def incomplete_tensors(metadata: Any) -> list[str]:
     """Return the names of tensors, in DCP's ``Metadata``, that lack some values in the files."""
     entries = metadata.state_dict_metadata
@@ -110,20 +101,91 @@ def incomplete_tensors(metadata: Any) -> list[str]:
     return incomplete
 
 
-def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any]) -> None:
-    """Overwrite the values in ``targets`` with the saved values. No communication."""
-    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = dcp.FileSystemReader(folder)
-    with torch.no_grad():
-        planner.set_up_planner(targets, found, False)
-        plan = planner.create_local_plan()
-        plan.items.sort(key=lambda item: found.storage_data[item.storage_index].offset)
-        reader.set_up_storage_reader(found, False)
-        reader.read_data(plan, planner).wait()
+class Saved:
+    """The tensors and values in a DCP folder. ``metadata``: torch's ``Metadata`` of the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the file ``.metadata``."""
+        self._folder, content = folder, io.BytesIO((folder / ".metadata").read_bytes())
+        try:
+            self.metadata: Any = _Metadata(content).load()
+            self.metadata.storage_data.values()
+        except Exception as error:  # for invalid bytes, pickle raises errors of many types
+            text = f"{folder / '.metadata'} cannot be read: {error}. Use another checkpoint."
+            raise ValueError(text) from error
+
+    def read(self, targets: StateDict) -> None:
+        """Overwrite the values in ``targets`` with the saved values. No communication."""
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        reader, places = dcp.FileSystemReader(self._folder), self.metadata.storage_data
+        with torch.no_grad():
+            planner.set_up_planner(targets, self.metadata, False)
+            plan = planner.create_local_plan()
+            plan.items.sort(key=lambda item: places[item.storage_index].offset)
+            reader.set_up_storage_reader(self.metadata, False)
+            reader.read_data(plan, planner).wait()
+
+    def nested(self, targets: StateDict) -> StateDict:
+        """Return values in the nested dicts in which they were saved."""
+        return unflatten_state_dict(targets, self.metadata.planner_data)
+
+    def targets(self, wanted: StateDict) -> StateDict:
+        """Return the tensors that ``read`` overwrites, keyed by DCP's flat names.
+
+        If a tensor in ``wanted``, the program's own state dicts, has the saved shape, the values
+        are read directly into this tensor; otherwise, into a new tensor.
+
+        Raises:
+            ValueError: names or shapes differ, or the files lack values.
+        """
+        own, _ = flatten_state_dict(wanted)
+        targets: StateDict = {}
+        problems: list[str] = []
+        asked = ("model",) if wanted["optimizer"] is None else ("model", "optimizer")
+        incomplete = [key for key in incomplete_tensors(self.metadata) if key.startswith(asked)]
+        if incomplete:
+            raise ValueError(
+                f"{self._folder} is incomplete: its files lack values of "
+                f"{', '.join(incomplete):.300}. When the checkpoint was saved, only some ranks had "
+                "optimizer state for some parameters. Load another checkpoint, or pass no "
+                "optimizer, to load only the model."
+            )
+        missing = {fqn for fqn, value in wanted["model"].items() if isinstance(value, Tensor)}
+        missing |= {"the optimizer"} if wanted["optimizer"] is not None else set()
+        for key, names in self.metadata.planner_data.items():
+            part, *rest = names
+            if part == "optimizer" and wanted["optimizer"] is None:
+                continue
+            saved: Any = self.metadata.state_dict_metadata[key]
+            size = getattr(saved, "size", None)  # None if the entry is not a tensor
+            missing.discard("the optimizer" if part == "optimizer" else rest[0])
+            fqn = rest[0] if part == "model" else rest[1]
+            held, param = own.get(key), wanted["model"].get(fqn)
+            if rest[0] != "param_groups" and fqn not in wanted["model"]:
+                problems.append(f"{key!r}: expected nothing, got {_shape(size)}")
+            elif part == "model" and isinstance(held, Tensor) and held.shape != size:
+                problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
+            targets[key] = held
+            if size is not None and not (isinstance(held, Tensor) and held.shape == size):
+                # Read a tensor with one element as an unsharded tensor. The element may be state of
+                # the whole parameter, such as a step counter: `OptimState.to_load` decides later.
+                is_alike = isinstance(param, Tensor) and param.shape == size and size.numel() > 1
+                like: Any = param if is_alike else torch.empty(0)
+                targets[key] = like.new_empty(size, dtype=saved.properties.dtype)
+        problems += [f"{name!r}: missing in the checkpoint" for name in sorted(missing)]
+        if problems:
+            remedy = "Build the model and the optimizer as in the program that saved them."
+            raise ValueError(f"{self._folder} is of another model: {'; '.join(problems)}. {remedy}")
+        return targets
+
+
+def _shape(size: Any) -> str:
+    return "no tensor" if size is None else f"shape {tuple(size)}"
 
 
 class _Planner(default_planner.DefaultLoadPlanner):
     """Torch's default planner for loading, but ``load_safely`` loads pickled values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = load_safely(value)
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = load_safely(value, f"file with {name!r}")

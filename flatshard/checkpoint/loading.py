@@ -8,24 +8,18 @@ import random
 import sys
 import time
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard.checkpoint import folder as folders
-from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import load_safely, open_source
 from flatshard.checkpoint.training import Optimizers, Training, joined, unpack_optimizer
-from flatshard.wrapper import ShardedWrapper
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-
-StateDict = dict[str, Any]
+from flatshard.comm.consistency import Facts, agreed
+from flatshard.optimizer.state_dicts import StateDict
 
 
 def load(
@@ -79,9 +73,7 @@ def load(
             format.
     """
     # Import here, because torch.distributed.checkpoint loads slowly.
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-
-    from flatshard.checkpoint import dcp_files
+    from flatshard.checkpoint.dcp_files import Saved
 
     training = Training(model, optimizer, "checkpoint.load()")
     op_name = f"checkpoint.load({path and str(path)!r})"
@@ -90,9 +82,10 @@ def load(
     begun = time.monotonic()
 
     def own_file(rank: int) -> StateDict:
-        return load_safely(path / folders.own_file(rank))  # type: ignore[no-any-return]
+        file = path / folders.own_file(rank)
+        return load_safely(file, file)  # type: ignore[no-any-return]
 
-    def prepare() -> tuple[Marker, Metadata, StateDict, StateDict, dict[str, list[Any]]]:
+    def prepare() -> tuple[tuple[folders.Marker, Saved, StateDict, StateDict], Facts]:
         if not is_given:
             raise FileNotFoundError(
                 "there is no checkpoint to load: the path is None. checkpoint.latest() returns "
@@ -103,45 +96,43 @@ def load(
         # Check the metadata even without ``verify``: with a flipped bit, metadata may parse and
         # describe other tensors.
         folders.check_sums(path, marker, [".metadata"])
-        found = dcp_files.read_metadata(path)
-        states = training.optim_states()
+        found = Saved(path)
+        states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         wanted = {"model": training.shards.state_dict(), "optimizer": joined(states)}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
-        targets = _targets(path, found, wanted, dcp_files.incomplete_tensors(found))
-        return marker, found, wanted, targets, training.kinds(states)
+        facts = {"the time when the checkpoint was saved": str(marker.saved_at)}
+        return (marker, found, wanted, found.targets(wanted)), facts
 
     # If one rank fails here, all ranks raise before any tensor is overwritten.
-    marker, found, wanted, targets, kinds = ranks.agree(prepare, op_name)
-    saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
-    ranks.compare(saved_at, op_name, f"Put {path} on a file system that all hosts share.")
+    remedy = f"Put {path} on a file system that all hosts share."
+    marker, found, wanted, targets = agreed(prepare, [ranks], op_name, remedy)
     if verify:
         mine = sorted(marker.files)[ranks.rank :: len(ranks.ranks)]
         ranks.agree(lambda: folders.check_sums(path, marker, mine), op_name)
 
     def read() -> tuple[StateDict | None, StateDict]:
         first = own_file(0)
-        _check_optimizers(path, first.get("optimizers"), kinds)
-        dcp_files.read(path, found, targets)
+        _check_optimizers(path, first.get("optimizers"), training.kinds())
+        found.read(targets)
         is_there = ranks.rank < marker.world_size
         return own_file(ranks.rank)["rng"] if is_there else None, first
 
     rng, first = ranks.agree(read, op_name)
     if ranks.rank == 0:
         folders.log_speed("loaded", path, marker.bytes, begun)
-    nested: StateDict = unflatten_state_dict(targets, found.planner_data)
+    nested = found.nested(targets)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
     packed, rest = nested.get("optimizer", {}), first.get("optimizer") or {}
-    state = unpack_optimizer(packed, rest) if kinds else {}
-    for name, (_, fqns) in kinds.items():
+    state = unpack_optimizer(packed, rest) if training.optimizers else {}
+    for one in training.optimizers.values():
         part = state
-        if len(kinds) > 1:
-            groups = [group for group in state["param_groups"] if set(fqns) & set(group["params"])]
-            own = {fqn: state["state"][fqn] for fqn in fqns if fqn in state["state"]}
+        if len(training.optimizers) > 1:
+            fqns = {param.fqn for param in one.params}
+            groups = [group for group in state["param_groups"] if fqns & set(group["params"])]
+            own = {fqn: value for fqn, value in state["state"].items() if fqn in fqns}
             part = {"state": own, "param_groups": groups}
-        ShardedWrapper.optim_state_dict_to_load(
-            training.plain, training.optimizers[name], part, load_directly=True
-        )
+        one.optimizer.load_state_dict(one.to_load(part, by_name=False))
     if scheduler is not None:
         scheduler.load_state_dict(first["scheduler"])
     if rng is None:
@@ -171,61 +162,7 @@ def _check_optimizers(
     )
 
 
-def _targets(
-    path: Path, found: Metadata, wanted: StateDict, incomplete: Iterable[str]
-) -> StateDict:
-    """Return the tensors that ``dcp_files.read`` overwrites, keyed by DCP's flat names.
-
-    If a tensor in ``wanted``, the program's own state dicts, has the saved shape, the values are
-    read directly into this tensor; otherwise, into a new tensor.
-    """
-    # Import here, because torch.distributed.checkpoint loads slowly.
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    own, _ = flatten_state_dict(wanted)
-    targets: StateDict = {}
-    problems: list[str] = []
-    asked = ("model",) if wanted["optimizer"] is None else ("model", "optimizer")
-    if incomplete := [key for key in incomplete if key.startswith(asked)]:
-        raise ValueError(
-            f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. "
-            "When the checkpoint was saved, only some ranks had optimizer state for some "
-            "parameters. Load another checkpoint, or pass no optimizer, to load only the model."
-        )
-    missing = {fqn for fqn, value in wanted["model"].items() if isinstance(value, Tensor)}
-    missing |= {"the optimizer"} if wanted["optimizer"] is not None else set()
-    for key, names in found.planner_data.items():
-        part, *rest = names
-        if part == "optimizer" and wanted["optimizer"] is None:
-            continue
-        saved: Any = found.state_dict_metadata[key]
-        size = getattr(saved, "size", None)  # None if the entry is not a tensor
-        missing.discard("the optimizer" if part == "optimizer" else rest[0])
-        fqn = rest[0] if part == "model" else rest[1]
-        held, param = own.get(key), wanted["model"].get(fqn)
-        if rest[0] != "param_groups" and fqn not in wanted["model"]:
-            problems.append(f"{key!r}: expected nothing, got {_shape(size)}")
-        elif part == "model" and isinstance(held, Tensor) and held.shape != size:
-            problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
-        targets[key] = held
-        if size is not None and not (isinstance(held, Tensor) and held.shape == size):
-            # Read a tensor with one element as an unsharded tensor. The element may be state of the
-            # whole parameter, such as a step counter: `optim_state_dict_to_load` decides later.
-            is_alike = isinstance(param, Tensor) and param.shape == size and size.numel() > 1
-            like: Any = param if is_alike else torch.empty(0)
-            targets[key] = like.new_empty(size, dtype=saved.properties.dtype)
-    problems += [f"{name!r}: missing in the checkpoint" for name in sorted(missing)]
-    if problems:
-        remedy = "Build the model and the optimizer as in the program that saved them."
-        raise ValueError(f"{path} is of another model: {'; '.join(problems)}. {remedy}")
-    return targets
-
-
-def _shape(size: Any) -> str:
-    return "no tensor" if size is None else f"shape {tuple(size)}"
-
-
-def _require_complete(path: Path) -> Marker:
+def _require_complete(path: Path) -> folders.Marker:
     """Read the marker of a checkpoint, and check that each file has its full length."""
     marker = folders.read_marker(path)
     if marker is None:

@@ -25,7 +25,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from flatshard.checkpoint.folder import log_speed, sync
 from flatshard.checkpoint.training import sharded
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import Facts, agreed
 from flatshard.extras.model_shards import ModelShards
 from flatshard.options.extras import extra
 from flatshard.state.model_state import without_ddp_prefix
@@ -71,6 +71,22 @@ class Place(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Elements(NamedTuple):
+    """A range of a tensor's elements, in the order that they have in memory."""
+
+    values: Tensor  # 1-D
+    order: Sequence[int]  # the dimensions of the tensor in memory, outermost first
+    start: int  # index of the first value among all elements of the tensor in memory order
+
+
+Parts = Iterator[tuple[str, Elements]]  # elements of tensors, with the tensors' names
+
+
+def whole(tensor: Tensor) -> Elements:
+    """Return all elements of a tensor, in the file's order."""
+    return Elements(tensor.reshape(-1), range(tensor.dim()), 0)
 
 
 # ---------------------------------------------------------------- writing
@@ -122,8 +138,21 @@ class Plan:
                     raise OSError(error.errno, what, file.name) from error
                 file.write(header)
 
-    def sync(self) -> None:
-        """Wait until all bytes that this rank has written are on the disk."""
+    def write(self, parts: Parts) -> None:
+        """Write elements of tensors, and wait until all bytes are on the disk.
+
+        Reads all ``parts``, even after an error: other ranks may wait for the next parts.
+        """
+        problem: OSError | None = None
+        with torch.no_grad():
+            for name, part in parts:
+                try:
+                    if problem is None:
+                        move(self.places[name], part, to_file=True)
+                except OSError as error:
+                    problem = error
+        if problem is not None:
+            raise problem
         for path in {place.path for place in self.places.values()}:
             sync(Path(path))
 
@@ -161,6 +190,14 @@ def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return a meta tensor with the shape and the dtype in which ``value`` is saved."""
     is_cast = dtype is not None and value.is_floating_point()
     return torch.empty(value.shape, dtype=dtype if is_cast else value.dtype, device="meta")
+
+
+def ties_in(key_of: Mapping[str, object]) -> dict[str, str]:
+    """Map each name to the first name with the same key, if that is another name."""
+    first: dict[object, str] = {}
+    for name, key in key_of.items():
+        first.setdefault(key, name)
+    return {name: first[key] for name, key in key_of.items() if first[key] != name}
 
 
 def plan_files(
@@ -264,7 +301,11 @@ def _main_file(folder: Path) -> Path:
         if files:
             names = ", ".join(one.name for one in files[:5])
             raise ValueError(f"{folder} has several files ({names}) but no index. Pass one file.")
-    raise ValueError(f"{folder}: there is no safetensors file in this folder. Check the path.")
+    held = ", ".join(sorted(one.name for one in folder.iterdir())[:5]) or "nothing"
+    raise ValueError(
+        f"{folder}: expected safetensors files (or, to convert, files of "
+        f"torch.distributed.checkpoint), got {held}. Check the path."
+    )
 
 
 def _read_header(path: Path) -> Found:
@@ -311,15 +352,14 @@ def _places_in(path: str, header_bytes: int, entries: Mapping[str, Any]) -> dict
 # ---------------------------------------------------------------- ranges of tensors
 
 
-def _pieces(
-    place: Place, order: Sequence[int], start: int, part: Tensor
-) -> Iterator[tuple[Tensor, int]]:
-    """Cut ``part``, a range of a tensor's elements, into views that are contiguous in the file.
+def _pieces(place: Place, part: Elements) -> Iterator[tuple[Tensor, int]]:
+    """Cut a range of a tensor's elements into views that are contiguous in the file.
 
-    ``part`` begins with element ``start`` of the tensor in memory order. Yields each view, with its
-    dimensions in the file's order, and the index that the view's first element has in the file.
+    Yields each view, with its dimensions in the file's order, and the index that the view's first
+    element has in the file.
     """
-    shape, end, num_dims = place.shape, start + part.numel(), len(place.shape)
+    elements, order, start = part
+    shape, end, num_dims = place.shape, start + elements.numel(), len(place.shape)
     strides = strides_of(shape, range(num_dims))
     in_file = sorted(range(num_dims), key=order.__getitem__)
     # If the orders in memory and in the file differ, cut only between rows (all elements with one
@@ -330,7 +370,8 @@ def _pieces(
     for low, high in itertools.pairwise(cuts):
         for box in boxes_of(shape, low, high, order):
             sizes = [box.sizes[d] for d in order]
-            values = part[low - start + box.position :][: box.numel].view(sizes).permute(in_file)
+            values = elements[low - start + box.position :][: box.numel]
+            values = values.view(sizes).permute(in_file)
             # In all dimensions after `split`, the box is as large as the tensor. So the box's
             # elements that share the indices before `split` are contiguous in the file.
             split = max((d for d in range(num_dims) if box.sizes[d] != shape[d]), default=0)
@@ -339,18 +380,15 @@ def _pieces(
                 yield values[steps], sum(map(operator.mul, at, strides))
 
 
-def move_range(
-    place: Place, part: Tensor, order: Sequence[int], start: int, *, to_file: bool
-) -> None:
-    """Write ``part``, a range of a tensor's elements, to the file, or read ``part`` from the file.
+def move(place: Place, part: Elements, *, to_file: bool) -> None:
+    """Write a range of a tensor's elements to the file, or read the range from the file.
 
-    ``part`` has elements in memory order (``order``: dimensions, outermost first), and begins with
-    the tensor's element ``start``. Elements are cast to or from the dtype of ``place``.
+    Elements are cast to or from the dtype of ``place``.
     """
     file: Any = open(place.path, "r+b" if to_file else "rb")
     try:
         with file:
-            for values, first in _pieces(place, order, start, part):
+            for values, first in _pieces(place, part):
                 is_there = values.is_contiguous() and values.is_cpu and values.dtype == place.dtype
                 moved = values if is_there else torch.empty(values.shape, dtype=place.dtype)
                 # A view of the tensor's bytes: numpy would need elements of a type that it knows.
@@ -371,21 +409,6 @@ def move_range(
         raise
 
 
-def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write full tensors (pairs of name and tensor). Reads all pairs, even after an error."""
-    problem: OSError | None = None
-    for name, tensor in tensors:
-        try:
-            if problem is None:
-                flat, order = tensor.reshape(-1), range(tensor.dim())
-                move_range(plan.places[name], flat, order, 0, to_file=True)
-        except OSError as error:  # raised at the end: other ranks may wait for the next tensors
-            problem = error
-    if problem is not None:
-        raise problem
-    plan.sync()
-
-
 # ---------------------------------------------------------------- files of a sharded model
 
 
@@ -393,9 +416,7 @@ class EntryShard(NamedTuple):
     """This rank's elements of one entry of a state dict."""
 
     entry: Tensor  # with the full shape
-    local: Tensor  # the elements that this rank holds, 1-D
-    order: Sequence[int]  # the dimensions of the entry in memory, outermost first
-    offset: int  # index of the first element of `local` among all elements in memory order
+    local: Elements  # the elements that this rank holds
     # The ranks that hold the same elements. None: the entry is a buffer or an ignored parameter,
     # and its values may differ between ranks.
     replicas: Communicator | None
@@ -463,49 +484,44 @@ def save_safetensors(
     weights = extra("weights", "save_safetensors(merge_lora=True)") if merge_lora else None
     op_name, is_first, begun = "save_safetensors", ranks.rank == 0, time.monotonic()
 
-    def prepare() -> tuple[Entries, Plan]:
+    def prepare() -> tuple[tuple[Entries, Plan], Facts]:
         entries = _entries_of(shards)
         if weights is not None:
             name_of = weights.MergedLora(model).name_of
             named = ((name_of(name), one) for name, one in entries.items())
             entries = {name: one for name, one in named if name is not None}
-        first: dict[tuple[object, ...], str] = {}
-        for name, one in entries.items():
-            first.setdefault(one.key, name)
-        kept = {name: as_saved(entries[name].entry, dtype) for name in first.values()}
-        # Map the other names of a tied tensor to the saved name, as `safetensors.torch.load_model`
-        # expects.
-        ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
-        return entries, plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
+        # `safetensors.torch.load_model` reads the names of tied tensors from the metadata.
+        ties = ties_in({name: one.key for name, one in entries.items()})
+        kept = {n: as_saved(one.entry, dtype) for n, one in entries.items() if n not in ties}
+        plan = plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
+        facts = {name: str(header) for name, header in plan.headers.items()}
+        return (entries, plan), {"the path": str(plan.folder), **facts}
 
-    entries, plan = ranks.agree(prepare, op_name)
-    facts = {name: str(header) for name, header in plan.headers.items()}
-    ranks.compare({"the path": str(plan.folder), **facts}, op_name, _REMEDY)
+    entries, plan = agreed(prepare, [ranks], op_name, _REMEDY)
     with contextlib.closing(plan):
         ranks.on_first(plan.create, op_name)
-        if weights is None:
-            ranks.agree(lambda: _write(entries, plan, is_first), op_name)
-        else:
+        parts = _own_parts(entries, plan.places, is_first)
+        if weights is not None:
             merged = weights.full_tensors(model, dtype=dtype, merge_lora=True, ranks=0)
-            ranks.agree(partial(write_whole, plan, merged), op_name)
+            parts = ((name, whole(tensor)) for name, tensor in merged)
+        ranks.agree(lambda: plan.write(parts), op_name)
         ranks.on_first(plan.commit, op_name)
     if is_first:
         log_speed("saved", path, sum(place.nbytes for place in plan.places.values()), begun)
 
 
-def _write(entries: Entries, plan: Plan, is_first: bool) -> None:
-    """Write this rank's elements of the planned tensors."""
-    with torch.no_grad():
-        for name, place in plan.places.items():
-            one = entries[name]
-            low, high = 0, one.local.numel()
-            # The ranks in `replicas` all hold these elements. Each of these ranks writes a part.
-            if one.replicas is not None:
-                rank, size = one.replicas.rank, one.replicas.size
-                low, high = high * rank // size, high * (rank + 1) // size
-            if low < high and (one.replicas is not None or is_first):
-                move_range(place, one.local[low:high], one.order, one.offset + low, to_file=True)
-    plan.sync()
+def _own_parts(entries: Entries, names: Iterable[str], is_first: bool) -> Parts:
+    """Yield the elements that this rank writes."""
+    for name in names:
+        one = entries[name]
+        values, order, start = one.local
+        low, high = 0, values.numel()
+        # The ranks in `replicas` all hold these elements. Each of these ranks writes a part.
+        if one.replicas is not None:
+            rank, size = one.replicas.rank, one.replicas.size
+            low, high = high * rank // size, high * (rank + 1) // size
+        if low < high and (one.replicas is not None or is_first):
+            yield name, Elements(values[low:high], order, start + low)
 
 
 def load_safetensors(
@@ -550,14 +566,14 @@ def load_safetensors(
     shards, ranks = sharded(model, "load_safetensors()")
     op_name, begun = "load_safetensors", time.monotonic()
 
-    def prepare() -> tuple[Entries, Places, _IncompatibleKeys]:
+    def prepare() -> tuple[tuple[Entries, Places, _IncompatibleKeys], Facts]:
         entries, found = _entries_of(shards), find_tensors(path)
         places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
-        return entries, places, _check_fits(os.fspath(path), entries, places, strict=strict)
+        keys = _check_fits(os.fspath(path), entries, places, strict=strict)
+        facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
+        return (entries, places, keys), facts
 
-    entries, places, keys = ranks.agree(prepare, op_name)
-    facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
-    ranks.compare(facts, op_name, _REMEDY)
+    entries, places, keys = agreed(prepare, [ranks], op_name, _REMEDY)
     try:
         ranks.agree(lambda: _read(entries, places), op_name)
     finally:
@@ -575,26 +591,26 @@ def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
     others = []
     for name, value in shards.state_dict().items():
         if isinstance(value, FlatShardTensor):
-            spec, local = value.spec, value.local
-            storage = local.untyped_storage()._cdata
-            if (replicas := replicas_of.get(storage)) is None:
-                others.append(f"{name!r} (replaced by a hook)")
-                continue
-            key: tuple[object, ...] = storage, spec.name
-            entries[name] = EntryShard(value, local, spec.order, spec.offset, replicas, key)
+            spec = value.spec
+            part = Elements(value.local, spec.order, spec.offset)
+            key: tuple[object, ...] = part.values.untyped_storage()._cdata, spec.name
         elif (
             not isinstance(value, Tensor)
             or value.layout != torch.strided
             or is_traceable_wrapper_subclass(value)
         ):
             others.append(f"{name!r} ({type(value).__name__})")
+            continue
         else:
-            order, replicas = memory_order(value), replicas_of.get(value.untyped_storage()._cdata)
             # Tied entries have the same address. A tensor without elements has no address.
             place = (value.data_ptr(), *value.shape, *value.stride())
             key = place if value.numel() else (id(value),)
-            local = value.permute(order).reshape(-1)
-            entries[name] = EntryShard(value, local, order, 0, replicas, key)
+            order = memory_order(value)
+            part = Elements(value.permute(order).reshape(-1), order, 0)
+        replicas = replicas_of.get(part.values.untyped_storage()._cdata)
+        if replicas is None and isinstance(value, FlatShardTensor):
+            others.append(f"{name!r} (replaced by a hook)")
+        entries[name] = EntryShard(value, part, replicas, key)
     if others:
         raise ValueError(
             "a safetensors file can contain only tensors of the model, but the state dict also "
@@ -628,13 +644,13 @@ def _read(entries: Entries, places: Places) -> None:
         for name, one in entries.items():
             if name not in places:
                 continue
-            local = one.local
-            if local.numel():
-                move_range(places[name], local, one.order, one.offset, to_file=False)
+            values, order, _ = one.local
+            if values.numel():
+                move(places[name], one.local, to_file=False)
             if one.replicas is None:
-                # If the tensor has gaps in memory, `local` is a flat copy of the tensor. Then copy
-                # the values from `local` into the tensor.
-                if local.data_ptr() != one.entry.data_ptr():
-                    permuted = one.entry.permute(tuple(one.order))
-                    permuted.copy_(local.view(permuted.shape))
+                # If the tensor has gaps in memory, `values` is a flat copy of the tensor. Then copy
+                # the values from the copy into the tensor.
+                if values.data_ptr() != one.entry.data_ptr():
+                    permuted = one.entry.permute(tuple(order))
+                    permuted.copy_(values.view(permuted.shape))
                 torch.autograd.graph.increment_version(one.entry)

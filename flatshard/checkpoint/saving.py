@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import io
-import logging
 import os
 import random
 import shutil
@@ -14,7 +13,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +25,12 @@ from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint import training as trainings
-from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.sources import leaves
 from flatshard.checkpoint.training import HostRanks, Optimizers, Training
-from flatshard.comm.consistency import Facts
+from flatshard.comm.consistency import Facts, agreed, sendable
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
-from flatshard.state.optim_state import OptimParams, unsharded_state
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
-
-logger = logging.getLogger("flatshard.checkpoint")
 
 _DESTROYED = (
     "the process group was destroyed before the save was complete. Call wait() on the object that "
@@ -127,7 +121,7 @@ def save(
     wait_for_pending()
     # If one rank fails here, all ranks raise before any file is written.
     take = partial(one.take, training, scheduler, extra, copies=async_)
-    one._check_same(*ranks.agree(take, one.op_name))
+    one._check_same(agreed(take, [ranks], one.op_name, _REMEDY))
     ranks.on_first(partial(folders.begin, one.path, keep), one.op_name)
     if async_:
         _pending = PendingSave(one.path, one.write)
@@ -171,8 +165,8 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# Values that must be equal on all ranks: texts, and each optimizer's class and unsharded state.
-_Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
+# Each optimizer's class and unsharded state, which must be equal on all ranks.
+_States = list[tuple[str, dict[str, Any]]]
 
 
 class PendingSave:
@@ -218,7 +212,7 @@ def wait_for_pending() -> None:
     """Wait for an unfinished save. Raises the save's error, unless ``wait()`` has raised it."""
     if _pending is not None:
         if not _pending.done():
-            logger.info("waiting until %s is saved", _pending.path)
+            folders.logger.info("waiting until %s is saved", _pending.path)
         _pending.wait()
 
 
@@ -235,32 +229,28 @@ def _at_exit() -> None:
         os._exit(1)
 
 
-@dataclass
 class Save:
     """Saves one checkpoint."""
 
-    path: Path
-    ranks: HostRanks
-    keep: int | None
     # Nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
-    tensors: dict[str, Any] = field(default_factory=dict)
-    own: bytes = b""  # this rank's values that DCP's files do not contain
-    step: int | None = None  # the user's `extra["step"]`, if it is a number
+    tensors: dict[str, Any]
+    own: bytes  # this rank's values that DCP's files do not contain
+    step: int | None  # the user's `extra["step"]`, if it is a number
 
-    @property
-    def op_name(self) -> str:
-        return f"checkpoint.save({str(self.path)!r})"
+    def __init__(self, path: Path, ranks: HostRanks, keep: int | None) -> None:
+        self.path, self.ranks, self.keep = path, ranks, keep
+        self.op_name = f"checkpoint.save({str(path)!r})"
 
     def take(
         self, training: Training, scheduler: Any, extra: dict[str, Any] | None, *, copies: bool
-    ) -> _Compared:
+    ) -> tuple[_States, Facts]:
         """Set ``tensors``, ``own`` and ``step``; return values that must be equal on all ranks.
 
         With ``copies``, training may continue afterwards: ``tensors`` are copies in host memory.
         """
         rest = None
-        self.tensors["model"] = training.shards.state_dict()
-        states = training.optim_states()
+        self.tensors = {"model": training.shards.state_dict()}
+        states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         if (state := trainings.joined(states)) is not None:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}
@@ -272,7 +262,7 @@ class Save:
             _check_loads(name, value)
         facts = {name: repr(value) for name, value in named.items()}
         facts |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
-        kinds = training.kinds(states)
+        kinds = training.kinds()
         facts["the list of optimizers"] = str({name: kind for name, (kind, _) in kinds.items()})
         for names, leaf in leaves([self.tensors.get("optimizer", {}), rest or {}]):
             name = f"the optimizer's {'.'.join(names[1:])}"
@@ -286,21 +276,16 @@ class Save:
             own |= {"scheduler": of_scheduler, "extra": extra}
             own |= {"optimizers": kinds, "optimizer": rest}
         self.own = _saved(own)
-        same = []
-        for name, one in training.optimizers.items():
-            params = OptimParams(training.plain, one, training.shards.units)
-            same.append((type(one).__name__, unsharded_state(states[name], params)))
+        same = [(kinds[n][0], one.unsharded(states[n])) for n, one in training.optimizers.items()]
         if copies:
             self.tensors = copied(self.tensors, torch.device("cpu"))
-        return facts, same
+        return same, facts
 
-    def _check_same(self, facts: Facts, states: list[tuple[str, dict[str, Any]]]) -> None:
-        """Raise ValueError, on all ranks, if arguments or the optimizers' states differ."""
-        self.ranks.compare(facts, self.op_name, _REMEDY)
+    def _check_same(self, states: _States) -> None:
+        """Raise ValueError, on all ranks, if the optimizers' unsharded states differ."""
         for kind, values in states:
             # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
-            gather, ranks = self.ranks.gather, self.ranks.ranks
-            check_same_state(values, gather, ranks, kind, some_may_lack=True)
+            check_same_state(values, self.ranks, kind, some_may_lack=True)
 
     def write(self) -> None:
         """Write the files, and turn the folder into a complete checkpoint. Collective."""
@@ -312,7 +297,7 @@ class Save:
                 shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
             last = folders.latest(self.path.parent)
             outcome = f"{self.path} was not saved. Last complete checkpoint: {last or 'none'}."
-            if self.ranks.process_group is not None and not dist.is_initialized():
+            if self.ranks.group is not None and not dist.is_initialized():
                 raise RuntimeError(f"{self.op_name}: {_DESTROYED} {outcome}") from error
             error.add_note(outcome)
             raise
@@ -332,15 +317,15 @@ class Save:
                 metadata = state_dict_saver.save(
                     self.tensors,
                     storage_writer=writer,
-                    process_group=ranks.process_group,
-                    no_dist=ranks.process_group is None,
+                    process_group=ranks.group,
+                    no_dist=ranks.group is None,
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
             rank, (error, _) = next(iter(raised.failures.items()))
-            kind, text = trainings.class_and_text(error)
+            kind, text = sendable(error if isinstance(error, Exception) else RuntimeError(error))
             raise kind(f"{self.op_name}, rank {ranks.ranks[rank]}: {text}") from raised
 
-        def sum_up() -> dict[str, FileRecord]:
+        def sum_up() -> dict[str, folders.FileRecord]:
             own_file = folder / folders.own_file(ranks.rank)
             with writer.fs.create_stream(own_file, "wb") as stream:
                 stream.write(self.own)
@@ -357,7 +342,7 @@ class Save:
                     f"{', '.join(missing):.300}. {_TENSORS}"
                 )
             files = {name: record for one in records for name, record in one.items()}
-            marker = Marker(len(ranks.ranks), self.step, files)
+            marker = folders.Marker(len(ranks.ranks), self.step, files)
             folders.finish(self.path, marker, self.keep)
             folders.log_speed("saved", self.path, marker.bytes, begun)
 

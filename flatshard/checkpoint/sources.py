@@ -2,9 +2,7 @@
 
 ``convert`` writes the tensors of a source in another format.
 
-Reading runs no code from the files. Pickles are loaded with ``weights_only``, which refuses numpy's
-numbers, such as a learning rate from a numpy schedule. ``NumpyDtype`` and ``number_from_numpy``
-load numpy's numbers as Python numbers, without running numpy's code.
+Reading runs no code from the files: pickles are loaded with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -14,10 +12,9 @@ import mmap
 import os
 import pickle
 import re
-import struct
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +35,7 @@ _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
 class Source:
     """An opened checkpoint: the names of the tensors, and a function that reads one tensor."""
 
+    path: Path
     kind: str  # name of the checkpoint's format, such as "safetensors"
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
@@ -48,7 +46,7 @@ class Source:
     # Names of tensors that lack some values in the files.
     incomplete: list[str] = field(default_factory=list)
 
-    def check_complete(self, path: object, parts: Collection[str] | None = None) -> None:
+    def check_complete(self, parts: Collection[str] | None = None) -> None:
         """Raise ValueError if the files lack values of tensors, or of tensors in some ``parts``.
 
         The part of a tensor ("model", for example) is the outermost key.
@@ -56,8 +54,8 @@ class Source:
         lacking = [one for one in self.incomplete if not parts or one.partition(".")[0] in parts]
         if lacking:
             raise ValueError(
-                f"{path} is incomplete: its files lack values of {', '.join(lacking):.300}. Use "
-                "another checkpoint."
+                f"{self.path} is incomplete: its files lack values of {', '.join(lacking):.300}. "
+                "Use another checkpoint."
             )
 
     def model(self, key: str | None = None) -> dict[str, Names]:
@@ -77,7 +75,9 @@ class Source:
         if len(found) != 1:
             known = ", ".join(sorted(".".join(one) for one in prefixes if one)) or "no tensors"
             wrong = f"expected one entry that contains the model, got {len(found)}"
-            raise ValueError(f"key={key!r}: {wrong}. Pass the model's key, one of: {known}.")
+            raise ValueError(
+                f"{self.path}: key={key!r}: {wrong}. Pass the model's key, one of: {known}."
+            )
         depth = len(found[0])
         model = {".".join(n[depth:]): n for n in self.tensors if n[:depth] == found[0]}
         # DistributedDataParallel and torch.compile put these prefixes before all names.
@@ -87,8 +87,9 @@ class Source:
         flat = next((name for name in model if name.endswith("_flat_param")), None)
         if flat is not None:
             raise ValueError(
-                f"{flat!r} is a flat parameter of FSDP1's LOCAL_STATE_DICT, which cannot be read "
-                "without the wrapped model. Save the model again with SHARDED_STATE_DICT."
+                f"{self.path}: {flat!r} is a flat parameter of FSDP1's LOCAL_STATE_DICT, which "
+                "cannot be read without the wrapped model. Save the model again with "
+                "SHARDED_STATE_DICT."
             )
         return model
 
@@ -109,12 +110,6 @@ def open_source(path: str | os.PathLike[str]) -> Source:
                 "DeepSpeed's script zero_to_fp32.py, which is beside the checkpoint, with "
                 "--safe_serialization, and convert the files that it writes."
             )
-        if not list(path.glob("*.safetensors")):
-            held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
-            raise ValueError(
-                f"{path}: expected files of torch.distributed.checkpoint or safetensors, got "
-                f"{held}. Check the path."
-            )
     if path.is_dir() or path.suffix in (".safetensors", ".json"):
         return _safetensors(path)
     return _torch(path)
@@ -130,56 +125,22 @@ def _safetensors(path: Path) -> Source:
     def read(names: Names) -> Tensor:
         place = places[names[0]]
         value = torch.empty(place.shape, dtype=place.dtype)
-        safetensors.move_range(place, value.view(-1), range(value.dim()), 0, to_file=False)
+        safetensors.move(place, safetensors.whole(value), to_file=False)
         return value
 
     tensors: dict[Names, Tensor] = {(n,): _meta(p.shape, p.dtype) for n, p in places.items()}
     ties = {name: kept for name, kept in metadata.items() if kept in places and name not in places}
     facts = {name: value for name, value in metadata.items() if name not in ties}
-    return Source("safetensors", tensors, read, dict(facts), ties=ties)
+    return Source(path, "safetensors", tensors, read, dict(facts), ties=ties)
 
 
 # ---------------------------------------------------------------- torch.save
 
-# Format characters of Python's module struct, keyed by numpy's names of number types.
-_CODES = dict(zip("f2 f4 f8 b1 i1 i2 i4 i8 u1 u2 u4 u8".split(), "efd?bhiqBHIQ", strict=True))
-
-
-class NumpyDtype:
-    """Replaces ``numpy.dtype``: the type of a number, and the order of the number's bytes."""
-
-    def __init__(self, name: str, *_: object) -> None:
-        self.name, self.order = name, "="
-
-    def __setstate__(self, state: Sequence[Any]) -> None:
-        self.order = state[1].replace("|", "=")
-
-
-def number_from_numpy(dtype: NumpyDtype, data: bytes) -> bool | int | float:
-    """Return the Python number of a numpy scalar with this dtype and these bytes."""
-    if dtype.name not in _CODES:
-        raise TypeError(f"the file has a number of numpy's type {dtype.name!r}, which is not real")
-    number: bool | int | float = struct.unpack(dtype.order + _CODES[dtype.name], data)[0]
-    return number
-
-
-STAND_INS: list[tuple[Any, str]] = [
-    (NumpyDtype, "numpy.dtype"),
-    (number_from_numpy, "numpy._core.multiarray.scalar"),
-    (number_from_numpy, "numpy.core.multiarray.scalar"),  # the name in numpy before version 2
-]
-"""Replacements for numpy's classes and functions, each with the name that a file contains."""
-
-
-def load_safely(file: Any, **options: Any) -> Any:
-    """Call ``torch.load`` with ``weights_only``, on the CPU."""
-    with torch.serialization.safe_globals([*STAND_INS]):
-        return torch.load(file, map_location="cpu", weights_only=True, **options)
-
 
 def _torch(path: Path) -> Source:
-    source = Source("torch.save", {}, lambda names: source.tensors[names])
-    for names, value in leaves(load_torch(path)):
+    source = Source(path, "torch.save", {}, lambda names: source.tensors[names])
+    # Tensors in zip files are mapped into memory, not read.
+    for names, value in leaves(load_safely(path, path, mmap=zipfile.is_zipfile(path))):
         if isinstance(value, Tensor):
             source.tensors[names] = value
         elif names and names[-1] in _PROGRESS_KEYS:
@@ -187,15 +148,15 @@ def _torch(path: Path) -> Source:
     return source
 
 
-def load_torch(path: Path) -> Any:
-    """Load a file of ``torch.save``. Tensors in zip files are mapped into memory, not read."""
+def load_safely(file: Any, name: object, *, mmap: bool = False) -> Any:
+    """Call ``torch.load``, so that no code from the file runs. ``name``: the file's, for errors."""
     try:
-        return load_safely(path, mmap=zipfile.is_zipfile(path))
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).partition(". ")[0].partition("\n")[0]
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             why = f"the file contains objects such as {found[1]}, whose loading may run code"
-        text = f"{path}: torch.load cannot read this file safely: {why}. Save a state_dict()."
+        text = f"{name}: torch.load cannot read this file safely: {why}. Save a state_dict()."
         raise ValueError(text) from error
 
 
@@ -215,7 +176,8 @@ def _dcp(folder: Path) -> Source:
     # Import here, because torch.distributed.checkpoint loads slowly.
     from flatshard.checkpoint import dcp_files
 
-    metadata = dcp_files.read_metadata(folder)
+    saved = dcp_files.Saved(folder)
+    metadata = saved.metadata
     for stored in metadata.storage_data.values():
         end = stored.offset + stored.length
         folders.check_lengths(folder, {stored.relative_path: end}, "Convert another checkpoint.")
@@ -225,10 +187,10 @@ def _dcp(folder: Path) -> Source:
     def read(names: Names) -> Tensor:
         one = entries[names_of[names]]
         state = {names_of[names]: torch.empty(one.size, dtype=one.properties.dtype)}
-        dcp_files.read(folder, metadata, state)
+        saved.read(state)
         return state[names_of[names]]
 
-    source = Source("torch.distributed.checkpoint", {}, read)
+    source = Source(folder, "torch.distributed.checkpoint", {}, read)
     source.incomplete = dcp_files.incomplete_tensors(metadata)
     for names, name in names_of.items():
         if hasattr(entries[name], "size"):
@@ -238,7 +200,8 @@ def _dcp(folder: Path) -> Source:
     if (marker := folders.read_marker(folder)) is not None:
         source.kind = "flatshard.checkpoint"
         source.facts |= {"step": marker.step, "world size": marker.world_size}
-        if kinds := load_torch(folder / folders.own_file(0)).get("optimizers"):
+        own_file = folder / folders.own_file(0)
+        if kinds := load_safely(own_file, own_file).get("optimizers"):
             shown = (f"{name!r} ({kind})" for name, (kind, _) in kinds.items())
             source.facts["optimizers"] = ", ".join(shown)
     return source
@@ -297,22 +260,18 @@ def convert(
     if final.exists():
         raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
     found = open_source(source)
-    try:
-        model = found.model(key)
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(source)}: {error}") from error
-    found.check_complete(source, {names[0] for names in model.values()})
-    like: dict[str, Tensor] = {}
-    ties = {alias: kept for alias, kept in found.ties.items() if kept in model}
-    first: dict[Any, str] = {}
-    for name, names in model.items():
-        one = found.tensors[names]
-        # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
-        place = name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
-        if first.setdefault(place, name) != name:
-            ties[name] = first[place]
-            continue
-        like[name] = safetensors.as_saved(one, dtype)
+    model = found.model(key)
+    found.check_complete({names[0] for names in model.values()})
+    tensors = {name: found.tensors[names] for name, names in model.items()}
+    # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
+    ties = safetensors.ties_in(
+        {
+            name: name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
+            for name, one in tensors.items()
+        }
+    )
+    like = {n: safetensors.as_saved(one, dtype) for n, one in tensors.items() if n not in ties}
+    ties |= {alias: kept for alias, kept in found.ties.items() if kept in model}
     begun = time.monotonic()
 
     def read(name: str) -> Tensor:
@@ -323,7 +282,7 @@ def convert(
     else:
         with contextlib.closing(safetensors.plan_files(like, final, max_shard_size, ties)) as plan:
             plan.create()
-            safetensors.write_whole(plan, ((name, read(name)) for name in plan.places))
+            plan.write((name, safetensors.whole(read(name))) for name in plan.places)
             plan.commit()
     folders.log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 

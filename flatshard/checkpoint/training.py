@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard.comm.consistency import Facts, differing_fact, sendable
+from flatshard.comm.consistency import agreed
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
@@ -40,7 +40,6 @@ class HostRanks(HostExchange):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Make the exchange. No other code may run collectives on ``group``."""
         super().__init__(group, torch.device("cpu"))
-        self.process_group, self.ranks = group, self._ranks
         self.rank = 0 if group is None else group.rank()
 
     @classmethod
@@ -55,35 +54,11 @@ class HostRanks(HostExchange):
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """Run ``work`` and return its result. If it raises on any rank, all raise. Collective."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        told = self.gather(error and class_and_text(error), op_name)
-        for rank, one in enumerate(told):
-            if one is not None:
-                kind, text = one
-                raise kind(f"{op_name}, rank {self.ranks[rank]}: {text}") from error
-        return cast(T, result)
+        return agreed(lambda: (work(), {}), [self], op_name, "")
 
     def on_first(self, work: Callable[[], object], op_name: str) -> None:
         """Run ``work`` on rank 0 of the group; if ``work`` raises, all ranks raise. Collective."""
         self.agree(work if self.rank == 0 else lambda: None, op_name)
-
-    def compare(self, facts: Facts, op_name: str, remedy: str) -> None:
-        """Raise ValueError on all ranks if the ranks pass different ``facts``. Collective."""
-        # Sort, because ranks may have collected equal facts in a different order.
-        different = differing_fact(self.gather(dict(sorted(facts.items())), op_name), self.ranks)
-        if different is not None:
-            raise ValueError(f"{op_name}: ranks differ: {different[1]}. {remedy}")
-
-
-def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
-    """Return what other ranks need to raise the error. A rarer class becomes RuntimeError."""
-    if isinstance(error, OSError | ValueError | TypeError | RuntimeError):
-        return sendable(error)
-    return RuntimeError, f"{type(error).__name__}: {error}"
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]
@@ -108,18 +83,11 @@ class Training:
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None, caller: str) -> None:
         """Check the types of the arguments, and find the ranks that train ``model``. Collective."""
-        self.optimizers = by_name(optimizer)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{caller}: model must be one torch model, got a {type(model).__name__}. "
                 f"For several models, call {caller} once for each model, with its own folder."
             )
-        for one in self.optimizers.values():
-            if not isinstance(one, torch.optim.Optimizer):
-                raise TypeError(
-                    f"{caller}: optimizer must be one torch optimizer, got a {type(one).__name__}. "
-                    "For several optimizers over one model, pass a list, or a dict with names."
-                )
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.plain, group = model, dist.group.WORLD if dist.is_initialized() else None
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -127,36 +95,29 @@ class Training:
         self.shards = model_shards(self.plain, caller)
         self.shards.refuse_dtensors(caller)
         self.ranks = HostRanks.of(self.shards.world.group if self.shards.units else group)
+        optimizers, units = by_name(optimizer).items(), self.shards.units
+        self.optimizers = {name: OptimState(self.plain, one, units) for name, one in optimizers}
 
-    def optim_states(self) -> dict[str, dict[str, Any]]:
-        """Return the sharded state dict of each optimizer, keyed by the optimizer's name."""
-        units, optimizers = self.shards.units, self.optimizers.items()
-        return {n: OptimState(self.plain, one, units).sharded(None, None) for n, one in optimizers}
-
-    def kinds(self, states: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+    def kinds(self) -> dict[str, list[Any]]:
         """Return each optimizer's class, and the names of its parameters."""
         return {
-            name: [type(self.optimizers[name]).__name__, sorted(_fqns(state))]
-            for name, state in states.items()
+            name: [type(one.optimizer).__name__, sorted(param.fqn for param in one.params)]
+            for name, one in self.optimizers.items()
         }
-
-
-def _fqns(state: dict[str, Any]) -> Iterator[str]:
-    return chain.from_iterable(group["params"] for group in state["param_groups"])
 
 
 def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Join the state dicts of several optimizers into one, as in torch's ``get_state_dict``."""
+    if len(states) < 2:
+        return next(iter(states.values()), None)
     owner: dict[str, str] = {}
     for name, state in states.items():
-        for fqn in _fqns(state):
+        for fqn in chain.from_iterable(group["params"] for group in state["param_groups"]):
             if owner.setdefault(fqn, name) != name:
                 raise ValueError(
                     f"parameter {fqn!r} belongs to optimizers {owner[fqn]!r} and {name!r}. Give "
                     "each parameter to one optimizer."
                 )
-    if len(states) < 2:
-        return next(iter(states.values()), None)
     whole: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, state in states.items():
         if others := [*(state.keys() - whole.keys()), *(state["state"].keys() - owner.keys())]:
@@ -220,12 +181,10 @@ def _dcp_names(keys: list[Any]) -> list[str]:
 
 
 def _has_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping | deque):
-        # True even without tensors: otherwise DCP would pickle the deque, or the dict's keys.
-        return True
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
-    return isinstance(value, Tensor)
+    # A dict or deque counts even without tensors: DCP would pickle the deque, or the dict's keys.
+    return isinstance(value, Tensor | Mapping | deque)
 
 
 def unpack(packed: Any, form: Form) -> Any:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.host_exchange import digest_of
+from flatshard.comm.host_exchange import HostExchange, digest_of
 
 # Facts that must be equal on all ranks: a text for each fact, keyed by the fact's name.
 Facts = dict[str, str]
@@ -54,7 +54,7 @@ def sendable(error: Exception) -> tuple[type[Exception], str]:
 
 def agreed(
     prepare: Callable[[], tuple[T, Facts]],
-    comms: Collection[Communicator],
+    hosts: Collection[HostExchange],
     op_name: str,
     remedy: str,
     *,
@@ -62,53 +62,50 @@ def agreed(
 ) -> T:
     """Run ``prepare`` on each rank, and return its result if all ranks succeed with equal facts.
 
-    Collective: all ranks of each of ``comms``. If ``comms`` is empty, nothing is communicated.
+    Collective: all ranks of each of ``hosts``. If ``hosts`` is empty, nothing is communicated.
 
     Args:
         prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
             name), which must be equal on all ranks.
-        comms: communicators whose ranks must agree. A rank that receives a problem in one
-            communicator sends the problem to the ranks of the next communicators.
+        hosts: exchanges between the ranks that must agree. A rank that receives a problem in one
+            exchange sends the problem to the ranks of the next exchanges.
         op_name: name of the caller. Every error begins with this name.
         remedy: last sentence of the error about different facts.
         differ: first words of the error about different facts.
 
     Raises:
-        ValueError: ``prepare`` raised on at least one rank, or facts differ. All ranks raise. A
-            rank on which ``prepare`` raised another type of error raises this error instead.
+        ValueError: facts differ. All ranks raise. If ``prepare`` raises on a rank, all ranks raise
+            an error of the same class.
     """
     result: T | None = None
     facts: Facts = {}
     problem: Exception | None = None
+    told: tuple[type[Exception], str] | None = None
     try:
         result, facts = prepare()
     except Exception as error:
-        problem = error
+        problem, (kind, text) = error, sendable(error)
+        rank = max((host.global_rank for host in hosts), default=0)
+        told = kind, f"{op_name}, rank {rank}: {text}"
     # Compare digests first: the facts of a large model take megabytes, and are almost always equal.
     digest = digest_of(repr(sorted(facts.items())).encode())
-    # `global_rank` is the rank of this process in every communicator except `ALONE`, where it is 0.
-    me = max((comm.global_rank for comm in comms), default=0)
-    text = None if problem is None else f"{op_name}, rank {me}: {problem}"
-    for comm in comms:
+    for host in hosts:
         # Exchange even if `prepare` has raised: without this rank, the other ranks would wait.
-        answers = dict.fromkeys(comm.host.gather((text, digest), op_name))
-        text = next((theirs for theirs, _ in answers if theirs is not None), None)
-        if text is None and len(answers) > 1:
-            different = differing_fact(comm.host.gather(facts, op_name), comm.ranks)
-            assert different is not None, "the ranks' digests differ"
-            text = f"{op_name}: {differ}: {different[1]}. {remedy}"
-    if problem is not None and not isinstance(problem, ValueError):
-        raise problem
-    if text is not None:
-        raise ValueError(text) from problem
-    assert result is not None, "it was prepared"
-    return result
+        answers = dict.fromkeys(host.gather((told, digest), op_name))
+        told = next((theirs for theirs, _ in answers if theirs is not None), None)
+        if told is None and len(answers) > 1:
+            different = differing_fact(host.gather(facts, op_name), host.ranks)
+            told = ValueError, f"{op_name}: {differ}: {different}. {remedy}"
+    if told is not None:
+        kind, text = told
+        raise kind(text) from problem
+    return cast(T, result)
 
 
-def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str] | None:
-    """Return the first fact that differs between ranks, as a pair of texts, or None.
+def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> str | None:
+    """Return a text about the first fact that differs between ranks, or None.
 
-    The first text is the name of the fact. The second text contains two ranks and their values.
+    The text contains the name of the fact, two ranks and their values.
     ``everyone``: the facts of each rank. ``ranks``: the number of each rank, in the same order.
     """
     if everyone.count(everyone[0]) == len(everyone):
@@ -118,5 +115,5 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
         for rank, value in zip(ranks, values, strict=True):
             if value != values[0]:
                 first = f"{key} is {values[0]:.300} on rank {ranks[0]}"
-                return key, f"{first}, {value:.300} on rank {rank}"
+                return f"{first}, {value:.300} on rank {rank}"
     return None

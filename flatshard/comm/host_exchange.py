@@ -89,14 +89,15 @@ class HostExchange:
             name: name of the ``History`` of this rank's collectives, the same on all ranks. Empty:
                 use the name of ``group``.
         """
-        self.device, self._ranks = device, [0]
+        self.group: Any = group
+        self.device, self.ranks, self.global_rank = device, [0], 0
         if group is None:
             return
         # The key under which `History` counts this exchange's collectives. The device is a part of
         # the key, because a group may have both gloo and NCCL, which match collectives separately.
-        self.group, self._kind = group, f"{group.group_name} on {device.type}"
-        self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
-        self.history = History(name or group.group_name, self._ranks, self._rank, self._kind)
+        self._kind = f"{group.group_name} on {device.type}"
+        self.ranks, self.global_rank = dist.get_process_group_ranks(group), dist.get_rank()
+        self.history = History(name or group.group_name, self.ranks, self.global_rank, self._kind)
 
     def meet(self, op_name: str, kind: str = "meeting") -> None:
         """Wait until all ranks have called ``meet`` with the same ``op_name`` and ``kind``."""
@@ -114,7 +115,7 @@ class HostExchange:
             CollectiveError: ``kind``, ``op_name`` or the length of ``values`` differs between
                 ranks. All ranks raise.
         """
-        if len(self._ranks) == 1:
+        if len(self.ranks) == 1:
             return values
         start = _start_of(f"{kind}, {len(values)}", op_name)
         frame = self._all_reduce_bytes((start + values[:_ROOM]).ljust(FRAME_BYTES, b"\0"), op_name)
@@ -129,11 +130,11 @@ class HostExchange:
         If the pickles of all values are equal, only their digests are sent. Equal values may have
         different pickles.
         """
-        if len(self._ranks) == 1:
+        if len(self.ranks) == 1:
             return [value]
         digests = with_complements(digest_of(pickle.dumps(value)))
         if not any(differ(self.maxima(digests, op_name, "objects"))):
-            return [value] * len(self._ranks)
+            return [value] * len(self.ranks)
         return self._gather(value, op_name)
 
     def run(self, collective: Callable[..., Any], tensor: Tensor, kind: str, op_name: str) -> None:
@@ -174,8 +175,10 @@ class HostExchange:
         places = self._gather(
             f"{name}, at {line}" if line else name, "comparing the names of different collectives"
         )
-        names = dict(zip(self._ranks, places, strict=True))
-        raise CollectiveError(f"{name}, rank {self._rank} failed: {describe_difference(names)}")
+        names = dict(zip(self.ranks, places, strict=True))
+        raise CollectiveError(
+            f"{name}, rank {self.global_rank} failed: {describe_difference(names)}"
+        )
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
         """Return the maximum over the ranks for each byte of ``data``; same length on all ranks."""
@@ -184,7 +187,7 @@ class HostExchange:
         return bytes(sent)
 
     def _gather(self, value: Any, op_name: str) -> list[Any]:
-        everyone: list[Any] = [None] * len(self._ranks)
+        everyone: list[Any] = [None] * len(self.ranks)
         with self._waiting(op_name):
             dist.all_gather_object(everyone, value, group=self.group)
         return everyone
@@ -197,7 +200,7 @@ class HostExchange:
             tensor.copy_(wire)
 
     def _waiting(self, op_name: str) -> named:
-        words = f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
+        words = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
         return named(words, self.history.begin(self.group, self._kind))
 
 

@@ -220,7 +220,7 @@ class Backward:
         pending = grads.pending
         pending[index] = grad
         for watcher in self._state.watchers:
-            watcher.on_grad(unit, handle.params[index], grad)
+            watcher.on_grad(unit)
         if (
             len(grads.pending) + len(grads.arrived) < handle.num_trainable
             and index not in grads.large

@@ -197,7 +197,7 @@ def _difference(state: RunState, facts: Facts) -> str:
     Collective: all ranks of the model. All ranks return the same text.
     """
     everyone = state.world.host.gather(facts, "what differs between ranks")
-    return (differing_fact(everyone, state.world.ranks) or ("", ""))[1]
+    return differing_fact(everyone, state.world.ranks) or ""
 
 
 def _order(state: RunState) -> bytes:

@@ -14,12 +14,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.memory import NOTHING
-from flatshard.tensor.flat_parameter import OriginalParam
 
 
 class Kind(enum.Enum):
@@ -135,8 +133,8 @@ class StepExtension:
     def enter_backward(self, unit: Unit) -> None: ...
     # A unit's backward is over, and the unit is resharded.
     def leave_backward(self, unit: Unit) -> None: ...
-    # Autograd has computed this rank's gradient of an original parameter.
-    def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None: ...
+    # Autograd has computed this rank's gradient of a parameter of `unit`.
+    def on_grad(self, unit: Unit) -> None: ...
 
     def span(
         self, kind: Kind, unit: Unit | None, purpose: str, ends: bool

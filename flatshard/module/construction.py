@@ -121,7 +121,7 @@ def _compare(plan: ModelPlan) -> None:
         facts |= {f"unit {number}": text for number, text in enumerate(units)}
         remedy = "Every rank must wrap the same modules in the same order with the same settings."
         start = "the ranks build different models. First difference"
-        agreed(lambda: (True, facts), [ranks.world], "ShardedWrapper", remedy, differ=start)
+        agreed(lambda: (True, facts), [ranks.world.host], "ShardedWrapper", remedy, differ=start)
     # Call `resolve` after the comparison: it creates process groups, and would deadlock if the
     # ranks had different strategies.
     for settings in plan.settings_of.values():

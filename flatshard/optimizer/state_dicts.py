@@ -15,7 +15,7 @@ import hashlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from types import FrameType
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flatshard.comm.host_exchange import HostExchange
 from flatshard.engine.run_state import temporarily
 from flatshard.memory import checksum
 from flatshard.optimizer import adapter
@@ -342,31 +343,26 @@ def _stamp(optimizer: Optimizer) -> dict[str, Any] | None:
 
 
 def check_same_state(
-    values: Mapping[str, Any],
-    gather: Callable[[Any, str], list[Any]],
-    ranks: Sequence[int],
-    optimizer: str,
-    *,
-    some_may_lack: bool = False,
+    values: Mapping[str, Any], host: HostExchange, optimizer: str, *, some_may_lack: bool = False
 ) -> None:
     """Raise ValueError on all ranks if values with the same name differ between ranks.
 
     Values differ, for example, if the optimizer itself calls collectives, and updates the state of
     each parameter on only one rank.
 
-    Collective: all ranks of ``ranks``. ``values`` is the result of ``comparable``. With
+    Collective: all ranks of ``host``. ``values`` is the result of ``comparable``. With
     ``some_may_lack``, a name may be missing on some ranks.
     """
     mine = {name: _digest(value) for name, value in values.items()}
-    everyone = gather(mine, "comparing optimizer state")
+    everyone = host.gather(mine, "comparing optimizer state")
     if everyone.count(first := everyone[0]) == len(everyone):
         return  # all ranks agree: skip the loop over ranks
-    for rank, theirs in zip(ranks, everyone, strict=True):
+    for rank, theirs in zip(host.ranks, everyone, strict=True):
         for name in {**first, **theirs}:
             pair = first.get(name), theirs.get(name)
             if not _are_close(*pair) and not (some_may_lack and None in pair):
                 raise ValueError(
-                    f"{name} differs between ranks {ranks[0]} and {rank}: {optimizer} keeps "
+                    f"{name} differs between ranks {host.ranks[0]} and {rank}: {optimizer} keeps "
                     "different state on each rank. Expected equal state, which a checkpoint keeps "
                     "once for all ranks. Save optimizer.state_dict() of each rank in a file of its "
                     "own, and load it on the same rank."

@@ -38,7 +38,6 @@ EXTRAS = {
     "reduction": "reduces by a communication hook, and all-gathers in float8",
     "recording": "records steps",
     "compared_steps": "finds ranks that step an optimizer with different options",
-    "non_finite": "warns of the first gradient that is inf or NaN",
     "whole_tensors": "steps optimizers that need whole parameters",
 }
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.communicator import Communicator
+from flatshard.comm.host_exchange import HostExchange
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.memory import sample
@@ -78,9 +78,9 @@ def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
     return next((p for p in handle.params if (p.span.start, p.span.shape) == place), None)
 
 
-def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
-    """Return the groups of ranks that train ``parts``, each group once."""
-    return [*{part.topology.world.ranks: part.topology.world for part in parts}.values()]
+def hosts_of(parts: Iterable[FlatParamHandle | Unit]) -> list[HostExchange]:
+    """Return an exchange for each group of ranks that trains some of ``parts``."""
+    return [*{part.topology.world.ranks: part.topology.world.host for part in parts}.values()]
 
 
 class StateDictOptions(NamedTuple):

@@ -7,9 +7,9 @@ like ``step``. Entries with one value per element are sharded like the parameter
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -22,12 +22,19 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import adapter, state_dicts
 from flatshard.optimizer.adapter import Optimizer, map_state, named_values
 from flatshard.optimizer.state_dicts import StateDict, check_same_state, copied
-from flatshard.state.model_state import without_ddp_prefix, worlds_of
+from flatshard.state.model_state import hosts_of, without_ddp_prefix
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_tree import unit_text
 
 _REMEDY = "Every rank must step the same optimizer and load the same state."
+
+
+class OptimParam(NamedTuple):
+    """A parameter of an optimizer, with its name in the unwrapped model."""
+
+    fqn: str
+    original: OriginalParam | None = None  # None if no unit owns the parameter
 
 
 @dataclass
@@ -38,27 +45,57 @@ class OptimState:
     optimizer: Optimizer
     units: Sequence[Unit]  # the units in `model`
 
+    @cached_property
+    def groups(self) -> list[list[OptimParam]]:
+        """The optimizer's parameters: one list for each group in ``optimizer.param_groups``."""
+        named = self.model.named_modules()
+        prefixes = {module: unwrapped(f"{name}.") if name else "" for name, module in named}
+        found: dict[int, OptimParam] = {}
+        for param in chain.from_iterable(handle.params for u in self.units for handle in u.handles):
+            # A tied parameter has several locations. Use the first one inside of the given model,
+            # which may be only a part of the sharded model.
+            place = next(place for place in param.locations if place.module in prefixes)
+            name = prefixes[place.module] + place.attribute
+            found[id(param.sharded)] = OptimParam(name, param)
+        for name, other in self.model.named_parameters():
+            # Also add parameters that no unit owns: the user has excluded them from sharding
+            # (`ignored_modules`), or the model is not wrapped.
+            found.setdefault(id(other), OptimParam(unwrapped(name)))
+        for number, group in enumerate(self.optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                known = found.get(id(param))
+                if known is None or (known.original is None and isinstance(param, FlatShardTensor)):
+                    raise ValueError(
+                        f"parameter {position} of the optimizer's group {number}, of shape "
+                        f"{tuple(param.shape)}, is not in the given model. Pass the outermost "
+                        "ShardedWrapper and an optimizer over its parameters."
+                    )
+        return [[found[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+
+    @property
+    def params(self) -> list[OptimParam]:
+        return [*chain.from_iterable(self.groups)]
+
     def full(
         self, state_dict: StateDict | None, device: torch.device | None, rank0_only: bool
     ) -> StateDict:
         """Return the full state by parameter name, on ``device``. Collective."""
         shared, units = self._shared(), self.units
 
-        def prepare() -> tuple[tuple[StateDict, OptimParams], Facts]:
-            named, params = self._by_name(state_dict, shared)
+        def prepare() -> tuple[StateDict, Facts]:
+            named = self._by_name(state_dict, shared)
             facts: Facts = {}
             for name, state in named["state"].items():
                 facts[f"state of {name!r}"] = "there"
                 facts |= _facts(f"of {name!r}", state if isinstance(state, dict) else {"": state})
             facts |= _facts("of the optimizer", _rest(named))
-            return (named, params), facts
+            return named, facts
 
         # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
-        named, params = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
+        named = agreed(prepare, hosts_of(units), "optim_state_dict", _REMEDY)
         whole = [unit for unit in units if any(handle.is_whole for handle in unit.handles)]
-        for world in worlds_of(whole):
-            values = unsharded_state(named, params)
-            check_same_state(values, world.host.gather, world.ranks, type(self.optimizer).__name__)
+        for host in hosts_of(whole):
+            check_same_state(self.unsharded(named), host, type(self.optimizer).__name__)
         world = units[0].topology.world if units else ALONE
         with torch.inference_mode(False), torch.no_grad():
             full = copied(named)  # copies only this rank's parts of sharded tensors
@@ -71,37 +108,49 @@ class OptimState:
 
         The tensors share memory with the optimizer's state, unless they are copied to the CPU.
         """
-        if len(worlds_of(self.units)) > 1:
+        if len(hosts_of(self.units)) > 1:
             raise NotImplementedError(
                 "optim_state_dict: some units train only on some of the model's ranks. Other ranks "
                 "may hold other state under the same names, but a sharded checkpoint keeps one "
                 "state per name. Call set_state_dict_type(model, 'FULL_STATE_DICT') first."
             )
-        named, _ = self._by_name(state_dict, self._shared())
+        named = self._by_name(state_dict, self._shared())
         return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
+
+    def unsharded(self, named: StateDict) -> dict[str, Any]:
+        """Return the state of parameters that are not sharded (NO_SHARD), to compare ranks.
+
+        A checkpoint contains a single copy of this state, so the state must be equal on all ranks.
+        ``named``: the optimizer's state dict, keyed by parameter name.
+        """
+        whole = [
+            [p.fqn for p in group if p.original is not None and not p.original.is_sharded]
+            for group in self.groups
+        ]
+        groups = ((n, named["param_groups"][n]) for n, fqns in enumerate(whole) if fqns)
+        states = ((fqn, named["state"].get(fqn, {})) for fqn in chain.from_iterable(whole))
+        return state_dicts.comparable(states, groups)
 
     def to_load(self, state_dict: StateDict, *, by_name: bool) -> StateDict:
         """See ``ShardedWrapper.optim_state_dict_to_load``. Collective."""
         optimizer = self.optimizer
 
         def prepare() -> tuple[StateDict, Facts]:
-            _check_optimizer(optimizer)
-            state_dicts.watch(optimizer)
+            _watch(optimizer)
             _check_form(state_dict, "an optimizer state")
-            params = OptimParams(self.model, optimizer, self.units)
-            saved = _named(state_dict, params)
+            saved = self._named(state_dict)
             states = saved["state"]
             group_of = {name: g for g in saved["param_groups"] for name in g["params"]}
-            _check_names(group_of, [param.fqn for param in params])
+            _check_names(group_of, [param.fqn for param in self.params])
             # Keys of parameters in the result: names if `by_name`, otherwise positions.
             name_of = {id(param): name for name, param in self.model.named_parameters()}
             position = count()
             elementwise = adapter.is_elementwise(optimizer)
-            shapes = {param.fqn: param.original and param.original.spec for param in params}
+            shapes = {param.fqn: param.original and param.original.spec for param in self.params}
             numbers = adapter.numbers_in((shapes.get(name), one) for name, one in states.items())
             loaded: StateDict = {**copied(_rest(saved)), "state": {}, "param_groups": []}
             facts: Facts = {}
-            for group, own in zip(params.groups, optimizer.param_groups, strict=False):
+            for group, own in zip(self.groups, optimizer.param_groups, strict=False):
                 keys = [name_of[id(p)] if by_name else next(position) for p in own["params"]]
                 options = _options_of_group([param.fqn for param in group], group_of, own)
                 loaded["param_groups"].append({**options, "params": keys})
@@ -113,7 +162,7 @@ class OptimState:
             loaded["state"] |= {k: copied(v) for k, v in states.items() if k not in group_of}
             return loaded, facts
 
-        return agreed(prepare, worlds_of(self.units), "optim_state_dict_to_load", _REMEDY)
+        return agreed(prepare, hosts_of(self.units), "optim_state_dict_to_load", _REMEDY)
 
     def _shared(self) -> dict[FlatShardTensor, StateDict]:
         is_optimizer = isinstance(self.optimizer, Optimizer)
@@ -121,52 +170,74 @@ class OptimState:
 
     def _by_name(
         self, state_dict: StateDict | None, shared: dict[FlatShardTensor, StateDict]
-    ) -> tuple[StateDict, OptimParams]:
-        """Return the optimizer's state dict, keyed by parameter name, and the parameters.
+    ) -> StateDict:
+        """Return the optimizer's state dict, keyed by parameter name.
 
         State with one value per element is a sharded tensor. ``shared``: the result of `_shared`.
         """
         optimizer = self.optimizer
-        _check_optimizer(optimizer)
-        state_dicts.watch(optimizer)
+        _watch(optimizer)
         own = state_dicts.parts(optimizer) if state_dict is None else state_dict
         kind = type(optimizer).__name__
         _check_form(own, f"{kind}.state_dict()", f"Let {kind} save and load torch's form.")
         if state_dict is None:
             state_dicts.check_inner(optimizer, own)
         own = state_dicts.unstamped(optimizer, own)
-        found = OptimParams(self.model, optimizer, self.units)
-        params = found.by_key(own)
+        keys = [group["params"] for group in own["param_groups"]]
+        lengths, expected = [*map(len, keys)], [*map(len, self.groups)]
+        if lengths != expected:
+            raise ValueError(
+                f"optim_state_dict: expected groups of {expected} parameters, as in the optimizer, "
+                f"but the state dict has groups of {lengths}. Pass optimizer.state_dict(), or None."
+            )
+        params = dict(zip(chain.from_iterable(keys), self.params, strict=True))
         own = state_dicts.with_shards(optimizer, own, shared=shared)
-        name_of = {key: param.fqn for key, param in params.items()}
-        saved = own["param_groups"]
-        groups = [{**_options(one), "params": [name_of[k] for k in one["params"]]} for one in saved]
         # An entry whose key belongs to no parameter is state of the whole optimizer.
         whole = {key: value for key, value in own["state"].items() if key not in params}
-        taken = whole.keys() & {param.fqn for param in found}
+        taken = whole.keys() & {param.fqn for param in self.params}
         _check_whole(optimizer, {**_rest(own), **whole}, taken)
-        state = {name_of.get(key, key): value for key, value in own["state"].items()}
-        return {**_rest(own), "state": state, "param_groups": groups}, found
+        return _renamed(own, {key: param.fqn for key, param in params.items()})
 
+    def _named(self, state_dict: StateDict) -> StateDict:
+        """Return a state dict to load, with names of the unwrapped model's parameters as keys."""
+        if state_dicts.is_stamped(state_dict):
+            raise ValueError(
+                "an optimizer.state_dict() of a sharded model contains only the parts of one rank. "
+                "Save ShardedWrapper.optim_state_dict(model, optimizer), and pass the saved state."
+            )
+        key_of: dict[str, Any] = {}
+        for number, group in enumerate(state_dict["param_groups"]):
+            key_of.update(zip(self._names(number, group), group["params"], strict=True))
+        key_of = without_ddp_prefix(key_of, {param.fqn.partition(".")[0] for param in self.params})
+        return _renamed(state_dict, {key: unwrapped(name) for name, key in key_of.items()})
 
-def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any]:
-    """Return the optimizer state of parameters that are not sharded (NO_SHARD), to compare ranks.
-
-    A checkpoint contains a single copy of this state, so the state must be equal on all ranks.
-    ``state_dict``: the optimizer's state dict, keyed by parameter name. ``params``: its parameters.
-    """
-    whole = [
-        [p.fqn for p in group if p.original is not None and not p.original.is_sharded]
-        for group in params.groups
-    ]
-    groups = ((n, state_dict["param_groups"][n]) for n, fqns in enumerate(whole) if fqns)
-    states = ((fqn, state_dict["state"].get(fqn, {})) for fqn in chain.from_iterable(whole))
-    return state_dicts.comparable(states, groups)
+    def _names(self, number: int, saved: StateDict) -> Sequence[str]:
+        """Return the names of parameters in group ``number``, which was ``saved``."""
+        keys = saved["params"]
+        if "param_names" in saved or all(isinstance(key, str) for key in keys):
+            return saved.get("param_names", keys)  # type: ignore[return-value]
+        fqns = [param.fqn for group in self.groups[number : number + 1] for param in group]
+        if len(fqns) != len(keys):
+            raise ValueError(
+                f"group {number} of the state has {len(keys)} parameters without names, but group "
+                f"{number} of the optimizer has {len(fqns)} parameters. Make the same groups, or "
+                "save the state with names: "
+                "ShardedWrapper.optim_state_dict(plain_model, plain_optimizer)."
+            )
+        return fqns
 
 
 def _rest(state_dict: StateDict) -> StateDict:
     """Return the entries of a state dict except torch's usual ``state`` and ``param_groups``."""
     return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+
+
+def _renamed(state_dict: StateDict, name_of: dict[Any, str]) -> StateDict:
+    """Return a state dict with names of parameters in place of their keys."""
+    saved = state_dict["param_groups"]
+    groups = [{**_options(one), "params": [name_of[k] for k in one["params"]]} for one in saved]
+    state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}
+    return {**_rest(state_dict), "state": state, "param_groups": groups}
 
 
 def _check_whole(optimizer: Optimizer, whole: StateDict, taken: set[Any]) -> None:
@@ -185,9 +256,14 @@ def _check_whole(optimizer: Optimizer, whole: StateDict, taken: set[Any]) -> Non
             )
 
 
-def _check_optimizer(value: object) -> None:
-    if not isinstance(value, Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {value!r:.100}.")
+def _watch(optimizer: object) -> None:
+    """Check that ``optimizer`` is an optimizer, and register the hooks for its state dicts."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {optimizer!r:.100}. For several "
+            "optimizers over one model, pass a list, or a dict with names, to checkpoint.save()."
+        )
+    state_dicts.watch(optimizer)
 
 
 _OF_RANK_0 = (
@@ -201,39 +277,6 @@ def _check_form(state_dict: Any, what: str, remedy: str = _OF_RANK_0) -> None:
         return
     got = f"keys {list(state_dict)}" if isinstance(state_dict, dict) else type(state_dict).__name__
     raise ValueError(f"expected {what} with 'state' and 'param_groups', got {got}. {remedy}")
-
-
-def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
-    """Return a state dict to load, with names of the unwrapped model's parameters as keys."""
-    if state_dicts.is_stamped(state_dict):
-        raise ValueError(
-            "an optimizer.state_dict() of a sharded model contains only the parts of one rank. "
-            "Save ShardedWrapper.optim_state_dict(model, optimizer), and pass the saved state."
-        )
-    key_of: dict[str, Any] = {}
-    saved = state_dict["param_groups"]
-    for number, group in enumerate(saved):
-        key_of.update(zip(_names(number, group, params), group["params"], strict=True))
-    key_of = without_ddp_prefix(key_of, {param.fqn.partition(".")[0] for param in params})
-    name_of = {key: unwrapped(name) for name, key in key_of.items()}
-    groups = [{**group, "params": [name_of[key] for key in group["params"]]} for group in saved]
-    state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}
-    return {**_rest(state_dict), "state": state, "param_groups": groups}
-
-
-def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
-    """Return the names of a saved group's parameters, or of the optimizer's group ``number``."""
-    keys = group["params"]
-    if "param_names" in group or all(isinstance(key, str) for key in keys):
-        return group.get("param_names", keys)  # type: ignore[return-value]
-    fqns = [param.fqn for group in params.groups[number : number + 1] for param in group]
-    if len(fqns) != len(keys):
-        raise ValueError(
-            f"group {number} of the state has {len(keys)} parameters without names, but group "
-            f"{number} of the optimizer has {len(fqns)} parameters. Make the same groups, or save "
-            "the state with names: ShardedWrapper.optim_state_dict(plain_model, plain_optimizer)."
-        )
-    return fqns
 
 
 def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
@@ -309,61 +352,6 @@ def _fact(value: Any) -> str:
         is_number = value.numel() == 1
         return repr(value.item()) if is_number else f"a tensor of shape {tuple(value.shape)}"
     return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
-
-
-# ---------------------------------------------------------------- names
-
-
-class OptimParam(NamedTuple):
-    """A parameter of an optimizer, with its name in the unwrapped model."""
-
-    fqn: str
-    original: OriginalParam | None = None  # None if no unit owns the parameter
-
-
-class OptimParams:
-    """The parameters of an optimizer, by group, with their names in a model."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, units: Sequence[Unit]) -> None:
-        named = model.named_modules()
-        prefixes = {module: unwrapped(f"{name}.") if name else "" for name, module in named}
-        found: dict[int, OptimParam] = {}
-        for param in chain.from_iterable(handle.params for u in units for handle in u.handles):
-            # A tied parameter has several locations. Use the first one inside of the given model,
-            # which may be only a part of the sharded model.
-            place = next(place for place in param.locations if place.module in prefixes)
-            name = prefixes[place.module] + place.attribute
-            found[id(param.sharded)] = OptimParam(name, param)
-        for name, other in model.named_parameters():
-            # Also add parameters that no unit owns: the user has excluded them from sharding
-            # (`ignored_modules`), or the model is not wrapped.
-            found.setdefault(id(other), OptimParam(unwrapped(name)))
-        # One list of parameters for each group in ``optimizer.param_groups``.
-        self.groups: list[list[OptimParam]] = []
-        for number, group in enumerate(optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
-                known = found.get(id(param))
-                if known is None or (known.original is None and isinstance(param, FlatShardTensor)):
-                    raise ValueError(
-                        f"parameter {position} of the optimizer's group {number}, of shape "
-                        f"{tuple(param.shape)}, is not in the given model. Pass the outermost "
-                        "ShardedWrapper and an optimizer over its parameters."
-                    )
-            self.groups.append([found[id(param)] for param in group["params"]])
-
-    def __iter__(self) -> Iterator[OptimParam]:
-        return chain.from_iterable(self.groups)
-
-    def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
-        """Return the parameters, keyed as in ``state_dict``, a state dict of the same optimizer."""
-        keys = [list(group["params"]) for group in state_dict["param_groups"]]
-        expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
-        if found != expected:
-            raise ValueError(
-                f"optim_state_dict: expected groups of {expected} parameters, as in the optimizer, "
-                f"but the state dict has groups of {found}. Pass optimizer.state_dict(), or None."
-            )
-        return dict(zip(chain.from_iterable(keys), self, strict=True))
 
 
 def unwrapped(name: str) -> str:

@@ -244,7 +244,7 @@ def test_folders_of_any_python(path: Any, written: str | None, tmp_path: Path) -
         checkpoint.save(tmp_path / "one", model)
     checkpoint.load(tmp_path / "one", other)
     assert torch.equal(model.weight, other.weight)
-    found = dcp_files.read_metadata(tmp_path / "one").storage_meta.checkpoint_id
+    found = dcp_files.Saved(tmp_path / "one").metadata.storage_meta.checkpoint_id
     assert path is None or str(found) == str(PurePath(path)) or "\\" in str(path)
 
 

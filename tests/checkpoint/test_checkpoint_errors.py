@@ -197,7 +197,7 @@ def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for content, named in ((imported, r"os\.mkdir"), (attribute, r"builtins\.getattr")):
         (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises(ValueError, match=rf"{named}, whose loading may run code"):
-            dcp_files.read_metadata(tmp_path)
+            dcp_files.Saved(tmp_path)
     assert not (tmp_path / "evil").exists()
     for unsafe, shown in ((Evil(), "<.*Evil object"), ({"f": [1, _record]}, "<function _record")):
         with pytest.raises(TypeError, match=rf"rank 0: extra\['x'\] holds {shown}.*would run code"):
@@ -249,9 +249,9 @@ def test_ranks_pass_the_same(rank: int, world_size: int, tmp_path: Path) -> None
     expected = r"got a list\. .* once for each model, with its own folder"
     with pytest.raises(TypeError, match=expected):
         checkpoint.save(tmp_path / "one", [model, model])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"optimizer must be one torch optimizer, got a generator"):
-        checkpoint.load(tmp_path / "one", model, model.parameters())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got a list\. For several optimizers over one"):
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got <generator"):
+        checkpoint.save(tmp_path / "one", model, model.parameters())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got \[\]\. For several optimizers over one"):
         checkpoint.save(tmp_path / "one", model, [[]])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"the path is .*one0.* on rank 0, .*one1"):
         checkpoint.save(tmp_path / f"one{rank}", model)

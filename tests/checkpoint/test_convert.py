@@ -127,7 +127,8 @@ def test_one_tensor_at_a_time(tmp_path: Path, name: str) -> None:
         return torch.frombuffer(memory, dtype=torch.float32)
 
     like = {(f"{number}",): torch.empty(100, device="meta") for number in range(9)}
-    with mock.patch.object(convert_module, "open_source", return_value=Source("any", like, read)):
+    source = Source(tmp_path, "any", like, read)
+    with mock.patch.object(convert_module, "open_source", return_value=source):
         convert("anything", tmp_path / name)
     assert len(alive) == 9
 
@@ -174,7 +175,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cut.pt").write_bytes(cut)
     for name, why in {
         "absent": "no such file or folder",
-        "empty": "expected files of torch.distributed.checkpoint or safetensors",
+        "empty": "expected safetensors files (or, to convert, files of torch.distributed",
         "zero": "Run DeepSpeed's script zero_to_fp32.py",
         "zero/global_step11": "Run DeepSpeed's script zero_to_fp32.py",
         "dcp": "_pytest.outcomes._Fail, whose loading may run code",
@@ -205,7 +206,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_ctrl_c(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C leaves no half-written file behind."""
     read = mock.Mock(side_effect=KeyboardInterrupt)
-    source = Source("any", {("a",): torch.empty(1, device="meta")}, read)
+    source = Source(tmp_path, "any", {("a",): torch.empty(1, device="meta")}, read)
     with mock.patch.object(convert_module, "open_source", return_value=source):
         assert main(["convert", "good.pt", str(tmp_path / name)]) == 130
     assert read.called

@@ -76,7 +76,6 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "unit_report": lambda model: model.unit_report(),
     "weights": lambda model: flatshard.full_tensors(model),
     "recording": lambda model: model.record_steps(),
-    "non_finite": lambda model: model.warn_non_finite(),
     "whole_tensors": _whole_tensors,
     "disk": lambda _: ShardedWrapper(nn.Linear(2, 2), cpu_offload=CPUOffload(path=".")),
 }

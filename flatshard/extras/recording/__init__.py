@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from flatshard.comm.communicator import LISTENERS
 from flatshard.engine.events import Kind, StepExtension
@@ -30,7 +29,6 @@ from flatshard.extras.recording.step_report import (
     sum_up,
 )
 from flatshard.module.wrappers import unit_of
-from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.module_proxy import ModuleProxy
 
 __all__ = ["Event", "last_report", "record", "record_steps"]
@@ -260,7 +258,7 @@ class StepRecorder(StepExtension):
 
     # ------------------------------------------------------------ memory
 
-    def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
+    def on_grad(self, unit: Unit) -> None:
         self._look_at([unit])
 
     def _look_at(self, units: Iterable[Unit]) -> None:

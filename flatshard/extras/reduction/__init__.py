@@ -59,7 +59,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
     """Use ``hook`` to reduce the gradients of all units; see ``register_comm_hook``.
 
     Collective: all ranks of the model. If a rank raises, no unit gets the hook, and all other ranks
-    raise ValueError with the name of the rank and the error.
+    raise the error, with the name of the rank.
     """
     outermost = unit_of(root)
     context, world = outermost.context, outermost.topology.world
@@ -83,7 +83,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
 
     # All ranks register the hook, or no rank: a hook on only some ranks would deadlock.
     remedy = "Register the same hook on every rank."
-    planned = agreed(prepare, [world], "register_comm_hook", remedy)
+    planned = agreed(prepare, [world.host], "register_comm_hook", remedy)
     for unit, its in planned.items():
         for handle in unit.handles:
             handle.grads.use(handle.plan_gradients(handle.flat_param.dtype, its))

@@ -315,7 +315,8 @@ def register(context: RunState, optimizer: torch.optim.Optimizer, scaler: Any) -
     found = context.extension(SteppedInBackward.name)
     stepped = SteppedInBackward(context) if found is None else found
     remedy = "Pass the same optimizer on every rank."
-    agreed(partial(stepped.check, optimizer, scaler), [context.world], "step_in_backward", remedy)
+    check = partial(stepped.check, optimizer, scaler)
+    agreed(check, [context.world.host], "step_in_backward", remedy)
     stepped.optimizers.append(optimizer)
     if found is None:
         context.extend(stepped)

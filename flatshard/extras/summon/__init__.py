@@ -21,7 +21,7 @@ from flatshard.memory import checksum
 from flatshard.module.settings import as_flag
 from flatshard.module.wrappers import handles_in, units_between_steps
 from flatshard.precision import set_grad
-from flatshard.state.model_state import gather_full, worlds_of
+from flatshard.state.model_state import gather_full, hosts_of
 from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_grad, not_reduced
@@ -110,7 +110,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
     try:
         remedy = "Set the gradient to None on every rank, or assign it on every rank."
-        agreed(prepare, worlds_of(handles), op_name, remedy)
+        agreed(prepare, hosts_of(handles), op_name, remedy)
     except ValueError as error:
         raise RuntimeError(str(error)) from None
 

@@ -182,7 +182,8 @@ def read(
         order = [*(name for some in flats.values() for name, _ in some), *(one[0] for one in rest)]
         return (flats, rest, lora), {"the call": f"{options}", "the list of tensors": repr(order)}
 
-    flats, rest, lora = agreed(prepare, [world], caller, "Pass equal arguments on every rank.")
+    remedy = "Pass equal arguments on every rank."
+    flats, rest, lora = agreed(prepare, [world.host], caller, remedy)
     versions = {handle: handle.version for handle in flats}
     if lora is not None:
         some = Options(device=options.device, names=lora.sources, ranks=options.ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from itertools import chain
 from typing import Any
 
@@ -11,14 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.wrappers import units_between_steps
 from flatshard.tensor import operators
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, sharded_in
-
-# For each model, copies of this rank's shards at the last `norms("update")`, keyed by the plans of
-# the flat parameters. The keys are not handles: a handle would keep the model alive.
-_CHUNKS: weakref.WeakKeyDictionary[nn.Module, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
 
 
 class Norms(dict[str, float]):
@@ -34,24 +28,29 @@ class Norms(dict[str, float]):
 
 def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
     """Compute norms of the full tensors. Documented at ``ShardedWrapper.norms``."""
-    if kind not in ("grad", "param", "update") or per not in ("parameter", "unit"):
+    if kind not in ("grad", "param") or per not in ("parameter", "unit"):
         raise ValueError(
-            f"norms(): expected kind 'grad', 'param' or 'update', and per 'parameter' or 'unit', "
-            f"got {kind!r} and {per!r}."
+            f"norms(): expected kind 'grad' or 'param', and per 'parameter' or 'unit', got "
+            f"{kind!r} and {per!r}."
         )
     units, order = units_between_steps(model, "norms()"), float(norm_type)
-    handles = [handle for unit in units for handle in unit.handles]
-    specs = [param.spec for handle in handles for param in handle.params]
+    params = [param for unit in units for handle in unit.handles for param in handle.params]
+    specs = [param.spec for param in params]
     attribute = "unit" if per == "unit" else "name"
     # Without this context, each access to an attribute of a sharded tensor takes 10 microseconds.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        tensors = _tensors(kind, handles, _CHUNKS.setdefault(model, {}))
+        tensors: list[Any] = [param.sharded for param in params]
+        if kind == "grad":
+            # Call the getter of `Tensor`, because the property of `FlatShardTensor` takes longer.
+            tensors = [*map(Tensor.grad.__get__, tensors)]  # type: ignore[union-attr]
+            for grad in sharded_in(tensors) if UNREDUCED else ():
+                operators.own_part(grad)  # raises if the gradient was not reduced yet
         groups: dict[tuple[Communicator, ...], list[int]] = {}
         for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
             if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
                 # If the user has set `.grad` of a sharded parameter to a plain tensor, this is the
                 # full gradient on every rank, so its norm needs no communication.
-                is_whole = not isinstance(tensor, FlatShardTensor) and kind == "grad"
+                is_whole = not isinstance(tensor, FlatShardTensor)
                 comms = () if is_whole and spec.comm.size > 1 else spec.comms
                 groups.setdefault(comms, []).append(index)
         values = []
@@ -80,25 +79,3 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
                 for name in theirs & found.non_finite.keys():
                     found.non_finite[name].append(rank)
     return found
-
-
-def _tensors(kind: str, handles: list[FlatParamHandle], chunks: dict[Any, Tensor]) -> list[Any]:
-    """Return each parameter's ``kind`` of tensor (gradient, value or update), or None if absent.
-
-    An update is a plain tensor: the change of this rank's elements since the last update call.
-    """
-    found: list[Any] = [param.sharded for handle in handles for param in handle.params]
-    if kind == "grad":
-        # Call the getter of `Tensor`, because the property of `FlatShardTensor` takes longer.
-        found = [*map(Tensor.grad.__get__, found)]  # type: ignore[union-attr]
-        for grad in sharded_in(found) if UNREDUCED else ():
-            operators.own_part(grad)  # raises if the gradient was not reduced yet
-    changes: list[Any] = []
-    for handle in handles if kind == "update" else ():
-        handle.absorb_replaced()
-        chunk, last = handle.flat_param.detach(), chunks.get(handle.plan)
-        chunks[handle.plan] = chunk.clone()
-        change = None if last is None else chunk - last.to(chunk)
-        ranges = [param.spec.range for param in handle.params]
-        changes += [None if change is None else change[part] for part in ranges]
-    return changes if kind == "update" else found

@@ -172,8 +172,8 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
             return
         # These parameters have a gradient for the first time, so they may need another mode.
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
-        comms = dict.fromkeys(param.spec.comm for param in sharded)
-        agreed(lambda: (True, facts), comms, OP, REMEDY)
+        hosts = dict.fromkeys(param.spec.comm.host for param in sharded)
+        agreed(lambda: (True, facts), hosts, OP, REMEDY)
         # If all gradients are zero (in a step by torch's get_state_dict), an optimizer may skip its
         # computation (DAdaptSGD). So repeat the trial when a gradient is not zero.
         grads: Any = [param.grad for param in some]
@@ -291,7 +291,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
                 facts[f"parameter {param.spec.name!r}"] = f"gradient {grad.dtype}, {loaded}"
             return params, facts
 
-        return agreed(prepare, self._comms(), OP, REMEDY)
+        return agreed(prepare, [comm.host for comm in self._comms()], OP, REMEDY)
 
     def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
         """Divide parameters into lists: each owner gathers about ``PART_BYTES`` per list."""
@@ -413,7 +413,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         states = ((param.spec.name, optimizer.state.get(param, {})) for param in self._params)
         values = comparable(states, enumerate(optimizer.param_groups))
         for comm in self._all_comms():
-            check_same_state(values, comm.host.gather, comm.ranks, type(optimizer).__name__)
+            check_same_state(values, comm.host, type(optimizer).__name__)
 
 
 # ------------------------------------------------------------ owners

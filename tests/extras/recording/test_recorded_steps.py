@@ -197,7 +197,6 @@ def _train(case: str, rank: int, strategy: str, watcher: StepExtension | None) -
                 stack.enter_context(model.record_steps())
             stack.enter_context(collectives.record())
             stack.enter_context(torch.profiler.profile(acc_events=True))
-            model.warn_non_finite()
             model._sharded_unit.context.extend(watcher)
         for step in range(4):
             with model.no_sync() if step == 1 else contextlib.nullcontext():

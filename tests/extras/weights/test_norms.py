@@ -10,7 +10,7 @@ from torch import nn
 
 from flatshard import CollectiveError, ShardedWrapper, collectives
 from tests.combinations import every
-from tests.harness import assert_raises, naming, on_ranks
+from tests.harness import assert_raises, on_ranks
 from tests.side import pair
 from tests.ways import WAYS, ranks_of
 
@@ -40,18 +40,14 @@ def test_equal_the_full_tensors_norms(rank: int, world_size: int, name: str, way
     WAYS[way].set_nodes()
     run, _ = pair(rank, world_size, way, name)
     model = run.model
-    assert model.norms("update") == {}
-    before = _full(model)
     run.train()
     run.loss(0).backward()
     after = _full(model)
     with ShardedWrapper.summon_full_params(model, with_grads=True, writeback=False):
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    changes = {name: after[name] - before[name] for name in after}
     for order in ORDERS:
         for kind, tensors in (("param", after), ("grad", grads)):
             _assert_close(model.norms(kind, norm_type=order), tensors, order)
-    _assert_close(model.norms("update"), changes, 2.0)
     assert model.norms("param").non_finite == {}
     units = model.norms("param", "unit")
     total = math.sqrt(sum(value**2 for value in units.values()))
@@ -108,9 +104,7 @@ def test_refusals(rank: int, world_size: int) -> None:
         model(torch.ones(2, 3)).sum().backward()
     assert_raises(RuntimeError, "no_sync", model.norms)
     # Ranks must not add a parameter to a gradient of the same name.
-    for kinds in (("param", "grad"), ("update", "grad"), ("param", "update")):
-        model = ShardedWrapper(nn.Linear(3, 3), process_group=dist.new_group())
-        model(torch.ones(2, 3)).sum().backward()
-        model.norms("update")
-        with naming(kinds), pytest.raises(CollectiveError, match="norm of order 2"):
-            model.norms(kinds[rank])
+    model = ShardedWrapper(nn.Linear(3, 3), process_group=dist.new_group())
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(CollectiveError, match="norm of order 2"):
+        model.norms("grad" if rank else "param")
