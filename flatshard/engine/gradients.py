@@ -521,6 +521,9 @@ class Gradients:
                 if not used[param.index]:
                     continue
                 sharded, kept, spec = param.sharded, param.kept_grad, param.spec
+                if get_grad(sharded) is not None:
+                    self._add_grad(param, param.of_chunk(reduced))
+                    continue
                 if kept is not None and not kept.__dict__:
                     # Reuse the Python object of the last step's gradient: creating an object of a
                     # Tensor subclass takes several times as long.
@@ -532,31 +535,35 @@ class Gradients:
                         param.kept_grad, grad.is_kept = grad, True
                     else:
                         param.published = weakref.ref(grad)
-                if get_grad(sharded) is None:  # the usual case
-                    put(sharded, grad)
-                else:
-                    self._add_grad(sharded, grad)
+                put(sharded, grad)
 
     def _restore_earlier(self) -> None:
         """Put the gradients that ``set_aside_earlier`` removed back into ``.grad``."""
         earlier, self._earlier_grads = self._earlier_grads, {}
         with torch.no_grad():
             for param, grad in earlier.items():
-                self._add_grad(param.sharded, grad)
+                self._add_grad(param, grad)
 
-    def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Set ``.grad`` to ``grad`` plus the present ``.grad``, if there is one."""
-        before = get_grad(param)
+    def _add_grad(self, param: OriginalParam, grad: Tensor) -> None:
+        """Add ``grad`` to the present ``.grad`` of a parameter, if there is one."""
+        before = get_grad(param.sharded)
+        if isinstance(before, FlatShardTensor) and not before.is_alike:
+            raise RuntimeError(
+                f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
+                "before backward, but may differ between ranks. Expected None, an average, or "
+                "a full tensor of this rank, which backward averages. Call zero_grad() before."
+            )
+        if before is not None and before.dtype is grad.dtype:
+            # As autograd, add in place: the program may have another reference to the tensor.
+            self._target.page_in(local_range(before))
+            before.add_(grad)
+            self._target.page_out(local_range(before), local_range(grad))
+            return
         if before is not None:
-            if isinstance(before, FlatShardTensor) and not before.is_alike:
-                raise RuntimeError(
-                    f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
-                    "before backward, but may differ between ranks. Expected None, an average, or "
-                    "a full tensor of this rank, which backward averages. Call zero_grad() before."
-                )
             grad.add_(before)
             self._target.page_out(local_range(grad), local_range(before))
-        set_grad(param, grad)
+        param.kept_grad = None
+        set_grad(param.sharded, grad)
 
     # ------------------------------------------------------------ after a backward that failed
 
