@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import sys
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
@@ -212,6 +213,7 @@ class Gradients:
     def _take_assigned(self, param: OriginalParam) -> None:
         grad = param.sharded.grad
         if grad is not None:
+            _check_assigned(param, grad)
             # As in DistributedDataParallel, the assigned gradient is averaged together with the
             # gradients of this backward.
             self.receive(param.index, grad.detach().to(self.plan.device, copy=True))
@@ -586,6 +588,27 @@ class Gradients:
         for param in self._params:
             param.full.grad = None  # perhaps the failed backward has left an unreduced gradient
         self._restore_earlier()
+
+
+def _num_base_references(view: Tensor) -> int:
+    """Return the number of Python's references to the tensor that ``view`` is a view of."""
+    base: Tensor | None = view._base
+    return 0 if base is None else sys.getrefcount(base)
+
+
+# The number if the program has no reference. Measure it, because it depends on Python's version.
+_NO_REFERENCE = _num_base_references(torch.empty(1)[:])
+
+
+def _check_assigned(param: OriginalParam, grad: Tensor) -> None:
+    """Raise RuntimeError if the program would read an assigned gradient through its base."""
+    if _num_base_references(grad) > _NO_REFERENCE:
+        raise RuntimeError(
+            f"{param.where}: .grad was set to a view of a tensor that the program still has. "
+            "Autograd would add the new gradient to this tensor, but flatshard puts the average "
+            "into another one, so the tensor would keep its old values. Call zero_grad() before "
+            "backward and read p.grad after it, or set .grad to a clone() of the view."
+        )
 
 
 def edited(unit_name: str) -> RuntimeError:
