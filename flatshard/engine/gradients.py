@@ -188,6 +188,10 @@ class Gradients:
                     # computed later, so the edit changed only this rank's contribution.
                     is_dropped = not is_replaced and not local_range(shown).any()
                     self.was_edited |= not is_dropped
+                if is_view and not is_replaced and not is_dropped and shown is original.kept_grad:
+                    # Reuse the tensor object for the average, even if the program refers to it.
+                    put_grad(param, None)
+                    shown.__dict__ = {}
                 del shown, present  # lets `FlatShardTensor.grad` reuse the tensor object
                 if is_view and not is_replaced:
                     param.grad = None
