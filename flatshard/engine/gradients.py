@@ -26,7 +26,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.grad_reduce import GradReduce, ReducePlan, zero

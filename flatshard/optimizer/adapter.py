@@ -558,7 +558,13 @@ class ParamBucket:
         shared: State = {}
         for key, value in first.items():
             shapes = {param: getattr(state[key], "shape", None) for param, state in own.items()}
-            if key not in numbers and all(s == (p.spec.numel,) for p, s in shapes.items()):
+            before = self._shared.get(key)
+            bases = [getattr(state[key], "_base", None) for state in own.values()]
+            if isinstance(before, Tensor) and all(base is before for base in bases):
+                # These are views of the last step's state, perhaps edited. Keep the memory, because
+                # the program may keep references to the views.
+                shared[key] = before
+            elif key not in numbers and all(s == (p.spec.numel,) for p, s in shapes.items()):
                 shared[key] = value.new_zeros(self.param.numel())
                 for param, state in own.items():
                     shared[key][self._part(param)] = state[key]
