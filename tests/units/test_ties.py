@@ -216,9 +216,7 @@ def test_views_of_parameters_in_buffers_and_attributes() -> None:
             else:
                 model[1].cached = value
             if is_view:
-                with pytest.raises(
-                    ValueError, match="'1.cached' is a view of parameter '0.weight'"
-                ):
+                with pytest.raises(ValueError, match=r"'1\.cached' is a view of .* '0\.weight'"):
                     ShardedWrapper(model)
             else:
                 ShardedWrapper(model)
