@@ -349,6 +349,9 @@ class BucketState(dict[str, Any]):
     pop, setdefault, copy = _reading("pop"), _reading("setdefault"), _reading("copy")
 
 
+_IS_APART = operator.attrgetter("is_apart")
+
+
 # `_values` and `_are_same` call only functions written in C, for speed: each step compares the
 # state of each parameter.
 def _values(states: Sequence[State]) -> list[object]:
@@ -529,8 +532,11 @@ class ParamBucket:
         shared = states.pop(self.param, None)
         if shared is None:
             return
-        # If the optimizer has updated the state in place, the views of the last step are valid.
-        if shared is not self._shared or not _are_same(_values([self._shared]), self._shared_made):
+        # If the optimizer has updated the state in place, the views of the last step are valid. But
+        # if a member's state was read during the step (by Dynamo, for example), the member has got
+        # a copy of `step` from before the update.
+        is_same = shared is self._shared and _are_same(_values([shared]), self._shared_made)
+        if not is_same or any(map(_IS_APART, self._states)):
             self._split(shared, states)
         if states.get(self.members[0]) is not self._states[0]:
             states.update(zip(self.members, self._states, strict=False))

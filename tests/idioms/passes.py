@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatshard import declare_elementwise
 from flatshard.wrap import CustomPolicy
 from tests.idioms.graphs import penalty_of
 from tests.idioms.optimizers import averaged
@@ -670,3 +671,22 @@ def optimizer_state_in_a_list(side: Side) -> Any:
     torch._foreach_mul_(means, 0.5)
     side.learn(model, optimizer, 2)
     return [*results, *means, model]
+
+
+class _ReadsStates(torch.optim.AdamW):
+    """Reads the state of all parameters in its step, as `torch.compile` does to trace the step."""
+
+    counts: tuple[float, ...] = ()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counts += tuple(state["step"].item() for state in self.state.values())
+        super().step(closure)
+
+
+@idiom("an optimizer that reads all states in its step", ways="full hybrid-op")
+def states_read_in_step(side: Side) -> Any:
+    if side.is_flatshard:
+        declare_elementwise(_ReadsStates)
+    model = side.wrap(Mlp())
+    optimizer = _ReadsStates(model.parameters(), lr=0.01, foreach=True)
+    return [*side.fit(model, optimizer), max(optimizer.counts)]
