@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import sys
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.grad_reduce import GradReduce, ReducePlan, zero
@@ -187,6 +188,10 @@ class Gradients:
                     # computed later, so the edit changed only this rank's contribution.
                     is_dropped = not is_replaced and not local_range(shown).any()
                     self.was_edited |= not is_dropped
+                if is_view and not is_replaced and not is_dropped and shown is original.kept_grad:
+                    # Reuse the tensor object for the average, even if the program refers to it.
+                    put_grad(param, None)
+                    shown.__dict__ = {}
                 del shown, present  # lets `FlatShardTensor.grad` reuse the tensor object
                 if is_view and not is_replaced:
                     param.grad = None
@@ -212,6 +217,7 @@ class Gradients:
     def _take_assigned(self, param: OriginalParam) -> None:
         grad = param.sharded.grad
         if grad is not None:
+            _check_assigned(param, grad)
             # As in DistributedDataParallel, the assigned gradient is averaged together with the
             # gradients of this backward.
             self.receive(param.index, grad.detach().to(self.plan.device, copy=True))
@@ -521,6 +527,9 @@ class Gradients:
                 if not used[param.index]:
                     continue
                 sharded, kept, spec = param.sharded, param.kept_grad, param.spec
+                if get_grad(sharded) is not None:
+                    self._add_grad(param, param.of_chunk(reduced))
+                    continue
                 if kept is not None and not kept.__dict__:
                     # Reuse the Python object of the last step's gradient: creating an object of a
                     # Tensor subclass takes several times as long.
@@ -532,31 +541,35 @@ class Gradients:
                         param.kept_grad, grad.is_kept = grad, True
                     else:
                         param.published = weakref.ref(grad)
-                if get_grad(sharded) is None:  # the usual case
-                    put(sharded, grad)
-                else:
-                    self._add_grad(sharded, grad)
+                put(sharded, grad)
 
     def _restore_earlier(self) -> None:
         """Put the gradients that ``set_aside_earlier`` removed back into ``.grad``."""
         earlier, self._earlier_grads = self._earlier_grads, {}
         with torch.no_grad():
             for param, grad in earlier.items():
-                self._add_grad(param.sharded, grad)
+                self._add_grad(param, grad)
 
-    def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Set ``.grad`` to ``grad`` plus the present ``.grad``, if there is one."""
-        before = get_grad(param)
+    def _add_grad(self, param: OriginalParam, grad: Tensor) -> None:
+        """Add ``grad`` to the present ``.grad`` of a parameter, if there is one."""
+        before = get_grad(param.sharded)
+        if isinstance(before, FlatShardTensor) and not before.is_alike:
+            raise RuntimeError(
+                f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
+                "before backward, but may differ between ranks. Expected None, an average, or "
+                "a full tensor of this rank, which backward averages. Call zero_grad() before."
+            )
+        if before is not None and before.dtype is grad.dtype:
+            # As autograd, add in place: the program may have another reference to the tensor.
+            self._target.page_in(local_range(before))
+            before.add_(grad)
+            self._target.page_out(local_range(before), local_range(grad))
+            return
         if before is not None:
-            if isinstance(before, FlatShardTensor) and not before.is_alike:
-                raise RuntimeError(
-                    f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
-                    "before backward, but may differ between ranks. Expected None, an average, or "
-                    "a full tensor of this rank, which backward averages. Call zero_grad() before."
-                )
             grad.add_(before)
             self._target.page_out(local_range(grad), local_range(before))
-        set_grad(param, grad)
+        param.kept_grad = None
+        set_grad(param.sharded, grad)
 
     # ------------------------------------------------------------ after a backward that failed
 
@@ -579,6 +592,27 @@ class Gradients:
         for param in self._params:
             param.full.grad = None  # perhaps the failed backward has left an unreduced gradient
         self._restore_earlier()
+
+
+def _num_base_references(view: Tensor) -> int:
+    """Return the number of Python's references to the tensor that ``view`` is a view of."""
+    base: Tensor | None = view._base
+    return 0 if base is None else sys.getrefcount(base)
+
+
+# The number if the program has no reference. Measure it, because it depends on Python's version.
+_NO_REFERENCE = _num_base_references(torch.empty(1)[:])
+
+
+def _check_assigned(param: OriginalParam, grad: Tensor) -> None:
+    """Raise RuntimeError if the program would read an assigned gradient through its base."""
+    if _num_base_references(grad) > _NO_REFERENCE:
+        raise RuntimeError(
+            f"{param.where}: .grad was set to a view of a tensor that the program still has. "
+            "Autograd would add the new gradient to this tensor, but flatshard puts the average "
+            "into another one, so the tensor would keep its old values. Call zero_grad() before "
+            "backward and read p.grad after it, or set .grad to a clone() of the view."
+        )
 
 
 def edited(unit_name: str) -> RuntimeError:

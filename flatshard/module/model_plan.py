@@ -10,7 +10,7 @@ Making a plan changes no module and does not communicate, so the model may be on
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -108,6 +108,8 @@ class ModelPlan:
         if not predicts:
             is_sharded = world_size > 1 and settings.placement.sharded
             check_tensors(self.params, self.buffers, is_sharded=is_sharded)
+            others = {**self.buffers, **dict(_tensor_attributes(module))}
+            _check_shares_no_memory(self.params, others)
         self.divergent: Set[nn.Module] = frozenset()  # modules that ranks may skip
         if settings.allow_divergence is not False:
             divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
@@ -270,7 +272,7 @@ def _read(given: Mapping[str, Any], keyword: str, *kinds: type) -> list[Any]:
 def check_tensors(
     params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, is_sharded: bool
 ) -> None:
-    """Raise if a tensor cannot be sharded, or parameters are on several devices or share memory."""
+    """Raise if a tensor cannot be sharded, or parameters are on several devices."""
     for name, tensor in (*buffers.items(), *params.items()):
         if (problem := _problem(tensor, name in params, is_sharded)) is not None:
             kind = "parameter" if name in params else "buffer"
@@ -283,7 +285,6 @@ def check_tensors(
                 f"ShardedWrapper: parameter {name!r} is on {str(device)!r}, but {first!r} is on "
                 f"{str(expected)!r}. Move the module to one device before wrapping."
             )
-    _check_shares_no_memory(params)
 
 
 def _problem(tensor: Tensor, is_param: bool, is_sharded: bool) -> Exception | None:
@@ -318,24 +319,48 @@ def _problem(tensor: Tensor, is_param: bool, is_sharded: bool) -> Exception | No
     return None
 
 
-def _check_shares_no_memory(params: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError if a trained parameter shares memory with another parameter."""
+def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that submodules have as attributes, without parameters and buffers."""
+    for prefix, submodule in module.named_modules():
+        for name, value in vars(submodule).items():
+            # `nn.utils.spectral_norm` sets `weight` before each forward, from `weight_orig`.
+            if type(value) is Tensor and f"{name}_orig" not in submodule._parameters:
+                yield f"{prefix}.{name}".lstrip("."), value
+
+
+def _check_shares_no_memory(
+    params: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError if a trained parameter shares memory with another tensor of the module."""
     placed = []
-    for name, param in params.items():
-        if not (param.is_meta or param.numel() == 0 or param.layout is not torch.strided):
-            start, nbytes = param.data_ptr(), _extent(param) * param.element_size()
-            placed.append((start, start + nbytes, name, param))
+    for name, tensor in (*others.items(), *params.items()):
+        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.numel() == 0):
+            start, nbytes = tensor.data_ptr(), _extent(tensor) * tensor.element_size()
+            placed.append((start, start + nbytes, name, tensor))
     placed.sort(key=lambda one: one[:2])
-    for number, (_, end, name, param) in enumerate(placed):
+    for number, (_, end, name, tensor) in enumerate(placed):
         for start, _, other_name, other in placed[number + 1 :]:
             if start >= end:
                 break
-            if (param.requires_grad or other.requires_grad) and _share_elements(param, other):
-                raise ValueError(
-                    f"ShardedWrapper: parameters {name!r} and {other_name!r} are views of the same "
-                    "memory, but would get separate shards. Tie them (one nn.Parameter object), or "
-                    f"replace {other_name!r} by nn.Parameter(weight.detach().clone())."
-                )
+            is_trained = tensor.requires_grad or other.requires_grad
+            if is_trained and {name, other_name} & params.keys() and _share_elements(tensor, other):
+                raise _shared_memory(name, other_name, params)
+
+
+def _shared_memory(name: str, other_name: str, params: Mapping[str, nn.Parameter]) -> ValueError:
+    """Return the error for two tensors, at least one of them a parameter, in the same memory."""
+    if name in params and other_name in params:
+        return ValueError(
+            f"ShardedWrapper: parameters {name!r} and {other_name!r} are views of the same "
+            "memory, but would get separate shards. Tie them (one nn.Parameter object), or "
+            f"replace {other_name!r} by nn.Parameter(weight.detach().clone())."
+        )
+    other, param = (other_name, name) if name in params else (name, other_name)
+    return ValueError(
+        f"ShardedWrapper: the tensor {other!r} is a view of parameter {param!r}, but would keep "
+        "the present values, because sharding moves the parameter to other memory. Read the "
+        "parameter itself in forward, or store a detach().clone() if you want the present values."
+    )
 
 
 def _extent(tensor: Tensor) -> int:

@@ -349,6 +349,9 @@ class BucketState(dict[str, Any]):
     pop, setdefault, copy = _reading("pop"), _reading("setdefault"), _reading("copy")
 
 
+_IS_APART = operator.attrgetter("is_apart")
+
+
 # `_values` and `_are_same` call only functions written in C, for speed: each step compares the
 # state of each parameter.
 def _values(states: Sequence[State]) -> list[object]:
@@ -529,8 +532,11 @@ class ParamBucket:
         shared = states.pop(self.param, None)
         if shared is None:
             return
-        # If the optimizer has updated the state in place, the views of the last step are valid.
-        if shared is not self._shared or not _are_same(_values([self._shared]), self._shared_made):
+        # If the optimizer has updated the state in place, the views of the last step are valid. But
+        # if a member's state was read during the step (by Dynamo, for example), the member has got
+        # a copy of `step` from before the update.
+        is_same = shared is self._shared and _are_same(_values([shared]), self._shared_made)
+        if not is_same or any(map(_IS_APART, self._states)):
             self._split(shared, states)
         if states.get(self.members[0]) is not self._states[0]:
             states.update(zip(self.members, self._states, strict=False))
@@ -558,7 +564,13 @@ class ParamBucket:
         shared: State = {}
         for key, value in first.items():
             shapes = {param: getattr(state[key], "shape", None) for param, state in own.items()}
-            if key not in numbers and all(s == (p.spec.numel,) for p, s in shapes.items()):
+            before = self._shared.get(key)
+            bases = [getattr(state[key], "_base", None) for state in own.values()]
+            if isinstance(before, Tensor) and all(base is before for base in bases):
+                # These are views of the last step's state, perhaps edited. Keep the memory, because
+                # the program may keep references to the views.
+                shared[key] = before
+            elif key not in numbers and all(s == (p.spec.numel,) for p, s in shapes.items()):
                 shared[key] = value.new_zeros(self.param.numel())
                 for param, state in own.items():
                     shared[key][self._part(param)] = state[key]

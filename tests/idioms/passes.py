@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatshard import declare_elementwise
 from flatshard.wrap import CustomPolicy
 from tests.idioms.graphs import penalty_of
 from tests.idioms.optimizers import averaged
@@ -598,3 +599,94 @@ def state_edited(side: Side) -> Any:
         optimizer.state[param]["step"] += 1
     counts = [optimizer.state[param]["step"].item() for param in model.parameters()]
     return [counts, *losses, *side.fit(model, optimizer, first=8)]
+
+
+@idiom("gradients kept in a list, which later backwards add to", ways="full no_shard hybrid-op")
+def gradients_in_a_list(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    params = list(model.parameters())
+    side.loss(model, 0).backward()
+    grads = [param.grad for param in params]
+    side.loss(model, 1).backward()
+    for step in range(2, 5):
+        with torch.no_grad():
+            for param, grad in zip(params, grads, strict=True):
+                param.sub_(grad, alpha=0.1)
+        torch._foreach_zero_(grads)
+        side.loss(model, step).backward()
+    model.zero_grad()
+    return [*grads, model]
+
+
+@idiom("gradients kept from a backward under `no_sync`", ways="full")
+def gradients_kept_from_no_sync(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    with side.no_sync(model):
+        side.loss(model, 0).backward()
+    grads = [param.grad for param in model.parameters()]
+    side.loss(model, 1).backward()
+    return grads
+
+
+@idiom("gradients as views of one tensor, which the program reads and zeroes")
+def gradients_in_one_tensor(side: Side) -> Any:
+    model, optimizer = side.begin(Mlp())
+    params = list(model.parameters())
+    flat = torch.zeros(sum(param.numel() for param in params))
+    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        param.grad = part.view_as(param)
+    for step in range(3):
+        flat.zero_()
+        side.loss(model, step).backward()
+        flat.div_(flat.norm())
+        optimizer.step()
+    return [flat, model]
+
+
+@idiom("gradients set to views of a tensor that is gone, and zeroed", ways="full no_shard")
+def gradients_set_to_views(side: Side) -> Any:
+    def edit(model: nn.Module) -> None:
+        params = list(model.parameters())
+        flat = torch.linspace(0, 1, sum(param.numel() for param in params))
+        for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            param.grad = part.view_as(param)
+
+    model, optimizer = side.begin(Mlp())
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        side.loss(model, step).backward()
+        edit(model)
+        optimizer.step()
+    return model
+
+
+@idiom("Adam's state kept in a list, read and edited between steps", ways="full hybrid-op")
+def optimizer_state_in_a_list(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    side.learn(model, optimizer, 0)
+    means = [optimizer.state[param]["exp_avg"] for param in model.parameters()]
+    side.learn(model, optimizer, 1)
+    results = [mean.sum().item() for mean in means]
+    torch._foreach_mul_(means, 0.5)
+    side.learn(model, optimizer, 2)
+    return [*results, *means, model]
+
+
+class _ReadsStates(torch.optim.AdamW):
+    """Reads the state of all parameters in its step, as `torch.compile` does to trace the step."""
+
+    counts: tuple[float, ...] = ()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counts += tuple(state["step"].item() for state in self.state.values())
+        super().step(closure)
+
+
+@idiom("an optimizer that reads all states in its step", ways="full hybrid-op")
+def states_read_in_step(side: Side) -> Any:
+    if side.is_flatshard:
+        declare_elementwise(_ReadsStates)
+    model = side.wrap(Mlp())
+    optimizer = _ReadsStates(model.parameters(), lr=0.01, foreach=True)
+    return [*side.fit(model, optimizer), max(optimizer.counts)]

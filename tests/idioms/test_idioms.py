@@ -47,6 +47,7 @@ DOCUMENTED = {
     "functional_call": _REPLACED,
     "functional_call_own": _REPLACED,
     "grad_of_parameters": r"parameter 'fc1.weight' is sharded: torch\.autograd\.grad",
+    "gradients_in_one_tensor": "a view of a tensor that the program still has",
     "layer_drop_by_rank": _DEADLOCK,
     "momentum_encoder": _EDIT,
     "multi_grad_hook": r"hooks on its autograd node .* would never run",
@@ -65,6 +66,7 @@ DOCUMENTED = {
 ALWAYS = {
     *("functional_call_own", "optimizer_sparseadam", "pickled"),
     *("copied_shallowly", "pruned_afterwards", "sync_batch_norm"),
+    "gradients_in_one_tensor",
 }
 """Idioms that raise the error under all other strategies, too."""
 

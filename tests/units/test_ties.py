@@ -201,3 +201,22 @@ def test_views_of_one_tensor() -> None:
         ShardedWrapper(_Views(kind, trained=False))
     for kind in ("rows apart", "columns apart", "empty"):
         ShardedWrapper(_Views(kind))
+
+
+@allow_warnings()
+def test_views_of_parameters_in_buffers_and_attributes() -> None:
+    """A buffer or an attribute over a trained parameter raises: it would keep the old values."""
+    for kind in ("buffer", "attribute"):
+        for is_view in (True, False):
+            model = nn.Sequential(nn.Linear(7, 5), nn.utils.spectral_norm(nn.Linear(5, 3)))
+            value = model[0].weight.detach()[1:]
+            value = value if is_view else value.clone()
+            if kind == "buffer":
+                model[1].register_buffer("cached", value)
+            else:
+                model[1].cached = value
+            if is_view:
+                with pytest.raises(ValueError, match=r"'1\.cached' is a view of .* '0\.weight'"):
+                    ShardedWrapper(model)
+            else:
+                ShardedWrapper(model)
