@@ -58,6 +58,8 @@ mp: Any = torch.multiprocessing
 DDP: Any = nn.parallel.DistributedDataParallel
 
 _WRAPS = 'wraps the model ({}): write flatshard.ShardedWrapper(model, auto_wrap_policy="auto")'
+_NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
+_NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
 _SIZE, _CHUNK = 256, 1 << 16  # numbers of a sketch, and elements that are added at once
 _NEEDS_ALL = {
     # method of a module: what to write instead of a call on some ranks only
@@ -117,14 +119,12 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     options.run, options.lone_calls, options.store = name, lone_calls, store
     # Fork the ranks, so that they need not import torch.
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
-    first_to_fail = -1
     try:
         # After one rank has failed, the other ranks have five seconds to end, and to record earlier
         # failures.
-        while not ranks.join(grace_period=5.0):
-            pass
-    except mp.ProcessExitedException as error:
-        first_to_fail = first + error.error_index
+        with contextlib.suppress(mp.ProcessExitedException):
+            while not ranks.join(grace_period=5.0):
+                pass
     finally:
         for one in ranks.processes:
             with contextlib.suppress(OSError):
@@ -135,8 +135,10 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
         if not store.check([f"{rank}"]):
             log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
             text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-            # The other ranks' failures, and deaths, are consequences.
-            when = 0.0 if rank == first_to_fail else sys.maxsize
+            # `join` stops at the first process with a status other than 0, and keeps the sentinels
+            # of the processes that end later. So this rank ended later than a rank that failed, or
+            # its end is the cause of the other ranks' failures.
+            when = sys.maxsize if one.sentinel in ranks.sentinels else 0.0
             store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
     with contextlib.suppress(RuntimeError):  # a timeout of `get`
         records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
@@ -201,7 +203,7 @@ class Recorder:
         If ``failure`` is empty, checks that the script has wrapped a model and taken all steps.
         """
         if not failure and not self.names:
-            failure = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
+            failure = _NO_OPTIMIZER if self.options.wrap else _NO_WRAPPER
         elif not failure and (taken := len(self.record.costs) - 1) < self.options.steps:
             failure = f"it took {taken} optimizer steps, not {self.options.steps}"
             failure += " (did it resume from files of an earlier run?)"
