@@ -210,6 +210,9 @@ class Recorder:
         record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
         self.options.store.set(f"{self._rank}", pickle.dumps(record))
         sys.stdout.flush()
+        # A process that this one has forked holds the pipe open by which `join` learns of the end.
+        for child in mp.active_children():
+            child.kill()
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
     def note(self, what: str, *, counts: bool = True) -> str:
@@ -327,19 +330,13 @@ def _add_noise(model: nn.Module) -> None:
         param.data.mul_(1 + signs.to(param) * torch.finfo(param.dtype).eps)
 
 
-def _compute_norms_in_float64() -> None:
-    """Replace torch's norms by exact norms, so that the noise run shows the norms' rounding errors.
+def _exact_norm(norm: Any, x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Return a norm that was computed in float64, so the noise run shows norms' rounding errors.
 
     On CPUs, torch's norm of four million elements in float32 has an error of 2e-4. flatshard has
     another error, because it adds up other ranges. Noise in the weights does not change the errors.
     """
-    norm: Any = torch.linalg.vector_norm
-
-    def exact(x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
-        return norm(cast_floats(x, torch.float64), *args, **kwargs).to(dtype or x.real.dtype)  # type: ignore
-
-    torch.linalg.vector_norm = exact
-    torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
+    return norm(cast_floats(x, torch.float64), *args, **kwargs).to(dtype or x.real.dtype)
 
 
 def _install(recorder: Recorder) -> None:
@@ -360,13 +357,15 @@ def _install(recorder: Recorder) -> None:
             recorder.note(str(message))
         warn(message, category, stacklevel + 1, **kwargs)
 
-    warnings.warn = note  # type: ignore
     mp.spawn = mp.start_processes = _spawn
+    warnings.warn = note  # type: ignore
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
     steps.register_optimizer_step_pre_hook(recorder.before_step)
     steps.register_optimizer_step_post_hook(recorder.after_step)
     if recorder.options.run == "noise":
-        _compute_norms_in_float64()
+        exact: Any = functools.partial(_exact_norm, torch.linalg.vector_norm)
+        torch.linalg.vector_norm = exact
+        torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
     if recorder.options.wrap:
         optimizers: Any = torch.optim.Optimizer
         optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)

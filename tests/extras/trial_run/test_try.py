@@ -147,7 +147,10 @@ def after(step):
 train(model, optimizer, after=after)
 """,
         "no_optimizer --wrap": """
+# The run does not wait for the process that the script has forked.
 #: it made no optimizer of a module's parameters, so --wrap did not wrap a model
+fork = torch.multiprocessing.get_context("fork")
+fork.Process(target=time.sleep, args=(1000,), daemon=True).start()
 model = make()
 for _ in range(4):
     model(torch.rand(8, 16)).square().mean().backward()
