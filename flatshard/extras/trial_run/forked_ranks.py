@@ -135,9 +135,9 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
         if not store.check([f"{rank}"]):
             log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
             text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-            # `join` stops at the first process with a status other than 0, and keeps the sentinels
-            # of the processes that end later. So this rank ended later than a rank that failed, or
-            # its end is the cause of the other ranks' failures.
+            # `join` removes the sentinel of each process that has ended, until a status is not 0.
+            # A rank whose sentinel is still there ended after another rank's failure, probably
+            # because of this failure. Otherwise, the other ranks' failures are consequences.
             when = sys.maxsize if one.sentinel in ranks.sentinels else 0.0
             store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
     with contextlib.suppress(RuntimeError):  # a timeout of `get`
@@ -210,7 +210,7 @@ class Recorder:
         record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
         self.options.store.set(f"{self._rank}", pickle.dumps(record))
         sys.stdout.flush()
-        # A process that this one has forked holds the pipe open by which `join` learns of the end.
+        # A process that this one has forked keeps the pipe open by which `join` notices the end.
         for child in mp.active_children():
             child.kill()
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
