@@ -119,12 +119,17 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     options.run, options.lone_calls, options.store = name, lone_calls, store
     # Fork the ranks, so that they need not import torch.
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
+    codes, until, first_to_fail = [None], float("inf"), -1
     try:
+        # Ask for exit codes, because `join` waits for the processes that a rank has forked, too.
         # After one rank has failed, the other ranks have five seconds to end, and to record earlier
         # failures.
-        with contextlib.suppress(mp.ProcessExitedException):
-            while not ranks.join(grace_period=5.0):
-                pass
+        while None in codes and time.monotonic() < until:
+            time.sleep(0.002)
+            codes = [one.exitcode for one in ranks.processes]
+            for rank, code in enumerate(codes, first):
+                if first_to_fail < 0 and (code or (code == 0 and not store.check([f"{rank}"]))):
+                    until, first_to_fail = time.monotonic() + 5.0, rank
     finally:
         for one in ranks.processes:
             with contextlib.suppress(OSError):
@@ -135,10 +140,8 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
         if not store.check([f"{rank}"]):
             log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
             text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-            # `join` removes the sentinel of each process that has ended, until a status is not 0.
-            # A rank whose sentinel is still there ended after another rank's failure, probably
-            # because of this failure. Otherwise, the other ranks' failures are consequences.
-            when = sys.maxsize if one.sentinel in ranks.sentinels else 0.0
+            # The other ranks' failures, and deaths, are consequences.
+            when = 0.0 if rank == first_to_fail else sys.maxsize
             store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
     with contextlib.suppress(RuntimeError):  # a timeout of `get`
         records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
@@ -210,9 +213,6 @@ class Recorder:
         record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
         self.options.store.set(f"{self._rank}", pickle.dumps(record))
         sys.stdout.flush()
-        # A process that this one has forked keeps the pipe open by which `join` notices the end.
-        for child in mp.active_children():
-            child.kill()
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
     def note(self, what: str, *, counts: bool = True) -> str:
@@ -357,8 +357,8 @@ def _install(recorder: Recorder) -> None:
             recorder.note(str(message))
         warn(message, category, stacklevel + 1, **kwargs)
 
-    mp.spawn = mp.start_processes = _spawn
     warnings.warn = note  # type: ignore
+    mp.spawn = mp.start_processes = _spawn
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
     steps.register_optimizer_step_pre_hook(recorder.before_step)
     steps.register_optimizer_step_post_hook(recorder.after_step)

@@ -136,13 +136,15 @@ if dist.get_rank() == 0: os.kill(os.getpid(), 9)
 train(model, optimizer)
 """,
         "a_rank_ends_in_a_step": """
-# The other rank's collective fails, because the connection is closed.
+# The process that rank 1 has forked keeps the connection open, so the other rank waits.
 #: rank 1 ended with status 0
 #: bye
 model, optimizer = start()
 def after(step):
     if step == 1 and dist.get_rank() == 1:
         print("bye", flush=True)
+        fork = torch.multiprocessing.get_context("fork")
+        fork.Process(target=time.sleep, args=(1000,), daemon=True).start()
         os._exit(0)
 train(model, optimizer, after=after)
 """,
