@@ -58,6 +58,8 @@ mp: Any = torch.multiprocessing
 DDP: Any = nn.parallel.DistributedDataParallel
 
 _WRAPS = 'wraps the model ({}): write flatshard.ShardedWrapper(model, auto_wrap_policy="auto")'
+_NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
+_NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
 _SIZE, _CHUNK = 256, 1 << 16  # numbers of a sketch, and elements that are added at once
 _NEEDS_ALL = {
     # method of a module: what to write instead of a call on some ranks only
@@ -117,14 +119,17 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     options.run, options.lone_calls, options.store = name, lone_calls, store
     # Fork the ranks, so that they need not import torch.
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
-    first_to_fail = -1
+    codes, until, first_to_fail = [None], float("inf"), -1
     try:
+        # Ask for exit codes, because `join` waits for the processes that a rank has forked, too.
         # After one rank has failed, the other ranks have five seconds to end, and to record earlier
         # failures.
-        while not ranks.join(grace_period=5.0):
-            pass
-    except mp.ProcessExitedException as error:
-        first_to_fail = first + error.error_index
+        while None in codes and time.monotonic() < until:
+            time.sleep(0.002)
+            codes = [one.exitcode for one in ranks.processes]
+            for rank, code in enumerate(codes, first):
+                if first_to_fail < 0 and (code or (code == 0 and not store.check([f"{rank}"]))):
+                    until, first_to_fail = time.monotonic() + 5.0, rank
     finally:
         for one in ranks.processes:
             with contextlib.suppress(OSError):
@@ -201,7 +206,7 @@ class Recorder:
         If ``failure`` is empty, checks that the script has wrapped a model and taken all steps.
         """
         if not failure and not self.names:
-            failure = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
+            failure = _NO_OPTIMIZER if self.options.wrap else _NO_WRAPPER
         elif not failure and (taken := len(self.record.costs) - 1) < self.options.steps:
             failure = f"it took {taken} optimizer steps, not {self.options.steps}"
             failure += " (did it resume from files of an earlier run?)"
@@ -325,19 +330,13 @@ def _add_noise(model: nn.Module) -> None:
         param.data.mul_(1 + signs.to(param) * torch.finfo(param.dtype).eps)
 
 
-def _compute_norms_in_float64() -> None:
-    """Replace torch's norms by exact norms, so that the noise run shows the norms' rounding errors.
+def _exact_norm(norm: Any, x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Return a norm that was computed in float64, so the noise run shows norms' rounding errors.
 
     On CPUs, torch's norm of four million elements in float32 has an error of 2e-4. flatshard has
     another error, because it adds up other ranges. Noise in the weights does not change the errors.
     """
-    norm: Any = torch.linalg.vector_norm
-
-    def exact(x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
-        return norm(cast_floats(x, torch.float64), *args, **kwargs).to(dtype or x.real.dtype)  # type: ignore
-
-    torch.linalg.vector_norm = exact
-    torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
+    return norm(cast_floats(x, torch.float64), *args, **kwargs).to(dtype or x.real.dtype)
 
 
 def _install(recorder: Recorder) -> None:
@@ -364,7 +363,9 @@ def _install(recorder: Recorder) -> None:
     steps.register_optimizer_step_pre_hook(recorder.before_step)
     steps.register_optimizer_step_post_hook(recorder.after_step)
     if recorder.options.run == "noise":
-        _compute_norms_in_float64()
+        exact: Any = functools.partial(_exact_norm, torch.linalg.vector_norm)
+        torch.linalg.vector_norm = exact
+        torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
     if recorder.options.wrap:
         optimizers: Any = torch.optim.Optimizer
         optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)

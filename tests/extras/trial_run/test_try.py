@@ -135,6 +135,31 @@ model, optimizer = start()
 if dist.get_rank() == 0: os.kill(os.getpid(), 9)
 train(model, optimizer)
 """,
+        "a_rank_ends_in_a_step": """
+# The process that rank 1 has forked keeps the connection open, so the other rank waits.
+#: rank 1 ended with status 0
+#: bye
+model, optimizer = start()
+def after(step):
+    if step == 1 and dist.get_rank() == 1:
+        print("bye", flush=True)
+        fork = torch.multiprocessing.get_context("fork")
+        fork.Process(target=time.sleep, args=(1000,), daemon=True).start()
+        os._exit(0)
+train(model, optimizer, after=after)
+""",
+        "no_optimizer --wrap": """
+# The run does not wait for the process that the script has forked.
+#: it made no optimizer of a module's parameters, so --wrap did not wrap a model
+fork = torch.multiprocessing.get_context("fork")
+fork.Process(target=time.sleep, args=(1000,), daemon=True).start()
+model = make()
+for _ in range(4):
+    model(torch.rand(8, 16)).square().mean().backward()
+    with torch.no_grad():
+        for param in model.parameters(): param -= 0.1 * param.grad
+torch.optim.SGD([torch.zeros(1)], lr=0.1)
+""",
         "hangs --timeout 2": """
 #: Timeout (0:00:02)!
 #: hangs.py", line
