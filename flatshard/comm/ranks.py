@@ -60,19 +60,14 @@ class Ranks:
 
     def _resolve(self, placement: Placement) -> Topology:
         world = self.world
-        if not placement.sharded:
-            # NO_SHARD: every rank holds all parameters. Gradients are all-reduced over all ranks.
-            return Topology(world, shard=ALONE, replicate=world, intra_group=ALONE)
-        if not placement.hybrid:
-            group = _post_forward_group(world, placement)
-            return Topology(world, world, ALONE, intra_group=world, post_forward_group=group)
-        shard, replicate = self.grid or self._by_node()
+        # NO_SHARD: every rank holds all parameters. Gradients are all-reduced over all ranks.
+        shard, replicate = (world, ALONE) if placement.sharded else (ALONE, world)
+        if placement.hybrid:
+            shard, replicate = self.grid or self._by_node()
         group = _post_forward_group(shard, placement)
         if placement.over_all:
             # HYBRID_SHARD_OP: reduce-scatter among the ranks of a node, then among the nodes.
-            return Topology(
-                world, world, ALONE, shard, inter_group=replicate, post_forward_group=group
-            )
+            return Topology(world, world, ALONE, shard, replicate, group)
         return Topology(world, shard, replicate, intra_group=shard, post_forward_group=group)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
