@@ -103,7 +103,7 @@ class SocketTransport(Transport):
     ``wire_dtype`` before they are sent.
     """
 
-    gathers_in_background = True
+    host_only = gathers_in_background = True
 
     def __init__(self, members: Members) -> None:
         self._members = members
