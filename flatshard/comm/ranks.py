@@ -317,12 +317,13 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
     problem: str | None = None
+    options = f"collectives={mode.collectives.value}, wire_dtype={mode.wire_dtype}"
     for place, group in enumerate(groups):
         if group.size() == 1:
             continue
         exchanges.append(HostExchange(*control_of(group)))
         crossing = members[1 - place] if len(members) == 2 else None
-        said = f"{mode.describe()} and {len(groups)} process groups"
+        said = f"{options} and {len(groups)} process groups"
         claims = exchanges[-1].gather((said, place, crossing), _COMPARING)
         for rank, (theirs, their_place, their_crossing) in zip(members[place], claims, strict=True):
             if theirs != claims[0][0]:

@@ -304,10 +304,6 @@ class TransportOptions:
     # Dtype to which wider floating point values are rounded before sending. None: no rounding.
     wire_dtype: torch.dtype | None = None
 
-    def describe(self) -> str:
-        """Return a text of the settings, for ranks to compare."""
-        return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
-
     @property
     def needs_gloo(self) -> str:
         """The user's option that only gloo supports, as a text for errors. Empty: there is none."""

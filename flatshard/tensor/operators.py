@@ -25,7 +25,7 @@ from flatshard.precision import tensors_in
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.sharded_tensor import Caller, FlatShardTensor, Origin, Source, first_sharded
-from flatshard.tensor.unsharded import use_outside
+from flatshard.tensor.unsharded import edge_of, use_outside
 from flatshard.units.module_tree import unit_text
 
 # Dtypes in which elements of narrower dtypes are added.
@@ -560,8 +560,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     allow_unused, kwargs["allow_unused"] = kwargs["allow_unused"], True
     # Pass edges of the graph instead of the full parameters: while a unit is resharded, operations
     # on its full parameters raise (`FreedParameter`).
-    edges = [_edge(t) if id(t) in params else t for t in args[1]]
-    found = func(args[0], edges + [_edge(p.full) for p in params.values()], **kwargs)
+    edges = [edge_of(t) if id(t) in params else t for t in args[1]]
+    found = func(args[0], edges + [edge_of(p.full) for p in params.values()], **kwargs)
     # For each input, a pair: the input's gradient, and the gradient of its full parameter or None.
     of_full = dict(zip(params, found[len(edges) :], strict=False))
     pairs: Any = [(grad, of_full.get(id(t))) for t, grad in zip(args[1], found, strict=False)]
@@ -569,11 +569,6 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
         text = "One of the differentiated Tensors appears to not have been used in the graph."
         raise RuntimeError(f"{text} Set allow_unused=True if this is the desired behavior.")
     return tuple(g if f is None else f if g is None else f + g.full_tensor() for g, f in pairs)
-
-
-def _edge(tensor: Tensor) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.graph.get_gradient_edge(tensor)
 
 
 def _is_leaf_of_parameter(tensor: FlatShardTensor) -> bool:
@@ -584,7 +579,7 @@ def _is_leaf_of_parameter(tensor: FlatShardTensor) -> bool:
     """
     original: Any = tensor.spec.original
     may_be = original is not None and tensor.requires_grad and tensor.is_leaf
-    return may_be and _edge(tensor).node is _edge(original.sharded).node
+    return may_be and edge_of(tensor).node is edge_of(original.sharded).node
 
 
 for _kind, _functions in (
