@@ -83,10 +83,14 @@ class Members:
 
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
+    """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``.
+
+    The first row may be ``out`` itself.
+    """
     # Add row by row, because rounding depends on the order. A kernel that adds all rows at once
     # would choose the order of additions by the tensors' sizes.
-    out.copy_(rows[0])
+    if rows[0].data_ptr() != out.data_ptr():
+        out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
     divide(out, len(rows), out)
