@@ -106,7 +106,10 @@ class Ranks:
                 f"{sizes}. Pass process_group=(shard_group, replicate_group) or a 2-D "
                 "device_mesh."
             )
-        return _rows_and_columns(self.world, list(nodes.values()))
+        me = self.world.global_rank
+        node = nodes[me // size]
+        column = [ranks[node.index(me)] for ranks in nodes.values()]
+        return subgroup(self.world, node), subgroup(self.world, column)
 
 
 def _post_forward_group(shard: Communicator, placement: Placement) -> Communicator | None:
@@ -118,22 +121,8 @@ def _post_forward_group(shard: Communicator, placement: Placement) -> Communicat
             f"reshard_after_forward={size}: expected a divisor of {shard.size}, the number of "
             "ranks that share the parameters. Pass True, False or a divisor."
         )
-    starts = range(0, shard.size, size)
-    return _rows_and_columns(shard, [shard.ranks[start : start + size] for start in starts])[0]
-
-
-def _rows_and_columns(
-    parent: Communicator, rows: Sequence[Sequence[int]]
-) -> tuple[Communicator, Communicator]:
-    """Return the communicators of this rank's row and of this rank's column in a grid of ranks.
-
-    ``parent``: communicator of all ranks of the grid. ``rows``: the ranks of each row, as ranks in
-    the default group. Collective: all ranks of the grid.
-    """
-    me = dist.get_rank()
-    row = next(row for row in rows if me in row)
-    column = [other[row.index(me)] for other in rows]
-    return subgroup(parent, row), subgroup(parent, column)
+    start = shard.rank // size * size
+    return subgroup(shard, shard.ranks[start : start + size])
 
 
 # ---------------------------------------------------------------- communicators of groups
