@@ -131,14 +131,12 @@ def _post_forward_group(shard: Communicator, placement: Placement) -> Communicat
 _communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] = {}
 
 
-def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> Communicator:
-    """Return the communicator of a process group, or ``ALONE`` if ``group`` is None.
+def communicator(group: dist.ProcessGroup, *, mode: TransportOptions = AUTO) -> Communicator:
+    """Return the communicator of a process group.
 
     Collective at the first call with these arguments, which makes the communicator: all ranks of
     the group.
     """
-    if group is None:
-        return ALONE
     if (group, mode) not in _communicators:
         # Free the communicators of destroyed groups, because their transports have threads. A
         # program may make and destroy process groups many times.
@@ -278,7 +276,7 @@ def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Grou
         if group.size == size:
             return group
     if size == dist.get_world_size():
-        return communicator(dist.group.WORLD, mode=shard.options)
+        return communicator(dist.group.WORLD, mode=shard.options)  # type: ignore[arg-type]
     return subgroup(shard, sorted(chain.from_iterable(rows)))
 
 

@@ -295,8 +295,6 @@ class OriginalParam:
         self._hook_grad()
 
     def _hook_grad(self) -> None:
-        if self._grad_hook is None:
-            return
         register = nn.Parameter.register_post_accumulate_grad_hook
         register_hook(self.full, register, self._grad_hook)
         if not self.is_sharded and self.full is not self.sharded:
