@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flatshard.comm.host_exchange import HOST, compared_name, digest_of
 from flatshard.comm.process_groups import new_group
-from flatshard.comm.transports import Gather, LocalTransport, Members, ReduceScatter, Transport
+from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.comm.transports.sockets import SocketTransport
 from flatshard.comm.work import AsyncWork, named
@@ -92,7 +92,7 @@ class Communicator(Members):
             ValueError: the group's backend does not support the requested ``mode``.
         """
         super().__init__(group, mode)
-        self.transports: list[Transport] = [LocalTransport()]  # in order of preference, best first
+        self.transports: list[Transport] = [Transport()]  # in order of preference, best first
         self.transport_reason = ""  # why the group uses its transport, for `unit_report`
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
         # Reductions (`GradReduce`) that have started, and whose second stage will use this group.

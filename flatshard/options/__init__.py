@@ -109,12 +109,6 @@ _PLACEMENTS = {
     ShardingStrategy.HYBRID_SHARD_OP: Placement(hybrid=True, over_all=True),
 }
 
-# Maps a strategy to the strategy that differs only in `reshard_after_forward=False`.
-_WITHOUT_RESHARDING = {
-    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
-}
-
 
 def resharding(
     strategy: ShardingStrategy, after_forward: bool | int | None
@@ -140,10 +134,13 @@ def resharding(
         raise ValueError(f"reshard_after_forward={after_forward}: {problem}")
     if after_forward is True:
         return strategy, placement
-    if after_forward is False or after_forward == 1:
-        strategy = _WITHOUT_RESHARDING.get(strategy, strategy)
-        return strategy, replace(strategy.placement, reshard_after_forward=False)
-    return strategy, replace(placement, regather_size=after_forward)
+    if after_forward > 1:
+        return strategy, replace(placement, regather_size=after_forward)
+    placement = replace(placement, reshard_after_forward=False)
+    # Name the strategy that does the same without the user's keyword, if there is one.
+    return next(
+        (one for one in ShardingStrategy if one.placement == placement), strategy
+    ), placement
 
 
 class BackwardPrefetch(_SameAsTorchs):
@@ -306,10 +303,6 @@ class TransportOptions:
     collectives: Collectives = Collectives.AUTO
     # Dtype to which wider floating point values are rounded before sending. None: no rounding.
     wire_dtype: torch.dtype | None = None
-
-    def describe(self) -> str:
-        """Return a text of the settings, for ranks to compare."""
-        return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
     @property
     def needs_gloo(self) -> str:

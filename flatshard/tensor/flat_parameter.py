@@ -160,9 +160,8 @@ class OriginalParam:
         self.kept_grad: Any = None
         self.published: Callable[[], object] = NoneType
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        # Hooks that users registered before wrapping, until `_move_hooks` moves them. These are
-        # torch's own dictionaries, so that users' handles can still remove the hooks.
-        self._waiting_hooks: tuple[Any, Any] | None = None
+        # Tensor hooks from before wrapping, until `make_full` moves the hooks to `full`.
+        self._waiting_hooks: Any = None
         self._grad_hook: Any = None
         self.spec._original = weakref.ref(self)
 
@@ -232,9 +231,9 @@ class OriginalParam:
                     # last autograd graph, which refers to the parameter: the swap below would fail.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = sharded_tensor.attributes_of(param)
-        if is_first:
-            post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-            self._waiting_hooks = param._backward_hooks, post_hooks
+        # torch's own dictionaries, so that users' handles can still remove the hooks.
+        hooks = param._backward_hooks
+        post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
         param.grad = None
         try:
             torch.utils.swap_tensors(param, view)
@@ -250,25 +249,17 @@ class OriginalParam:
                 f"wrapping). Delete the reference, or wrap the model earlier. ({error})"
             ) from error
         param.__dict__.update(attributes)
+        # ``swap_tensors`` has removed the hooks that users registered before wrapping.
         if not self.is_sharded:
-            # ``swap_tensors`` has removed the user's hooks. Put the hooks back: modules compute
-            # with this parameter itself, so autograd must call them.
-            self._move_hooks(param)
-
-    def _move_hooks(self, full: nn.Parameter) -> None:
-        """Move hooks that users registered before wrapping to the objects that now call them.
-
-        Tensor hooks move to ``full``, and get this rank's gradient before the reduction.
-        Post-accumulate-grad hooks are called once the reduced gradient is in ``.grad``.
-        """
-        tensor_hooks, post_hooks = self._waiting_hooks or (None, None)
-        self._waiting_hooks = None
-        if tensor_hooks is not None:
-            full._backward_hooks = tensor_hooks
-        if post_hooks is not None and self.is_sharded:
-            self.post_accumulate_hooks = post_hooks
-        elif post_hooks is not None:
-            full._post_accumulate_grad_hooks = post_hooks  # type: ignore[attr-defined]
+            # Modules compute with this parameter itself, so autograd must call the hooks.
+            param._backward_hooks = hooks
+            if post_hooks is not None:
+                param._post_accumulate_grad_hooks = post_hooks  # type: ignore[attr-defined]
+        elif is_first:
+            # Tensor hooks get this rank's gradient of `full`, before the reduction. The other hooks
+            # are called once the reduced gradient is in ``.grad``.
+            self._waiting_hooks = hooks
+            self.post_accumulate_hooks = post_hooks or self.post_accumulate_hooks
 
     # ------------------------------------------------------------ the full parameter
 
@@ -291,8 +282,8 @@ class OriginalParam:
             # Share torch's dictionary of hooks, so that users' handles can still remove the hooks.
             self.full._backward_hooks = before._backward_hooks
             self._hook_grad()
-        if self.is_sharded:
-            self._move_hooks(self.full)
+        if self._waiting_hooks is not None:
+            self.full._backward_hooks, self._waiting_hooks = self._waiting_hooks, None
 
     def connect(self, grad_hook: Callable[[Tensor], None]) -> None:
         """Register a hook that autograd calls once ``.grad`` of the full parameter is complete.
@@ -304,8 +295,6 @@ class OriginalParam:
         self._hook_grad()
 
     def _hook_grad(self) -> None:
-        if self._grad_hook is None:
-            return
         register = nn.Parameter.register_post_accumulate_grad_hook
         register_hook(self.full, register, self._grad_hook)
         if not self.is_sharded and self.full is not self.sharded:

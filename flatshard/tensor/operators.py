@@ -25,7 +25,7 @@ from flatshard.precision import tensors_in
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.sharded_tensor import Caller, FlatShardTensor, Origin, Source, first_sharded
-from flatshard.tensor.unsharded import use_outside
+from flatshard.tensor.unsharded import edge_of, use_outside
 from flatshard.units.module_tree import unit_text
 
 # Dtypes in which elements of narrower dtypes are added.
@@ -87,7 +87,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = spec.owner.run_full(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    origin.is_drawn = origin.source is Source.OTHER and _has_draws(func, operands)
+    if origin.source >= Source.OTHER:
+        _check_gradient(func, operands)
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
     # Remove the argument `memory_format`: this rank's range is 1-D, and the result always has the
@@ -97,7 +98,6 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place:
         sharded_tensor.wrote(args[:1])
         _record_write(args[0], origin, func, args)
-        args[0].shard_origin.is_drawn |= origin.is_drawn and not args[0].shard_origin.is_fixed
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
@@ -118,7 +118,7 @@ def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Call
         return None
     # A user's `torch.autograd.Function` or hook may make ``zeros_like(weight)``, and then add this
     # rank's gradient. In a derivative formula, a plain operand may be this rank's gradient.
-    is_mixed = origin.source is Source.OTHER
+    is_mixed = origin.source >= Source.OTHER
     if caller is Caller.PROGRAM_FOR_GRADIENT or (caller is Caller.AUTOGRAD and is_mixed):
         return "in the computation of a gradient"
     # In forward, three cases need full tensors. An operand may differ between ranks, such as an
@@ -142,23 +142,19 @@ def _full_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     return func(full, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
 
-def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
-    """Whether an operand was computed from random numbers (``Origin.is_drawn``).
-
-    Raises if autograd records the operation, and another operand may differ between ranks.
-    """
+def _check_gradient(func: Any, operands: Sequence[Any]) -> None:
+    """Raise if autograd records an operation with random numbers or plain tensors."""
     # Refuse, because the gradient would be wrong. The ranks have different random numbers or plain
     # tensors, and DistributedDataParallel averages the gradients of all ranks. Here, an element's
     # gradient would come only from the rank that stores the element.
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
-    is_drawn = any(value.shard_origin.is_drawn for value in sharded)
+    is_drawn = any(value.shard_origin.source is Source.DRAWN for value in sharded)
     has_plain = sum(isinstance(value, Tensor) for value in operands) > len(sharded)
     if (is_drawn or has_plain) and torch.is_grad_enabled():
         for value in sharded:
             if value.requires_grad:
                 others = "random numbers" if is_drawn else "a tensor that may differ between ranks"
                 value.refuse(f"the gradient of {func._schema.name} with {others}")
-    return is_drawn
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
@@ -217,7 +213,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         origin = sharded_tensor.origin_of(operands, caller)
         if _needs_full(func, operands, origin, caller) is not None:
             first_sharded(args, kwargs).refuse(func._schema.name)
-        _has_draws(func, operands)
+        _check_gradient(func, operands)
     for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
         if spec is not None and not isinstance(value, FlatShardTensor):
             spec.refuse(f"writing into a plain tensor with {func._schema.name}")
@@ -246,7 +242,7 @@ def _record_write(
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
         # Ranks compare `written`. With the source OTHER, operands may differ between ranks.
-        if result.source is not Source.OTHER:
+        if result.source < Source.OTHER:
             text = f"{origin.written}{_role_of(func, operands)}"
             origin.written = f", written {zlib.crc32(text.encode()):08x}"
 
@@ -277,12 +273,11 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
         # Clone, because a view would keep the drawn full tensor in memory.
-        return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
+        return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(Source.DRAWN))
     local.copy_(part)
     sharded_tensor.wrote((tensor,))
     if not tensor.shard_origin.is_fixed:
-        tensor.shard_origin.source = Source.OTHER
-        tensor.shard_origin.is_drawn, tensor.shard_role = True, role
+        tensor.shard_origin.source, tensor.shard_role = Source.DRAWN, role
     return tensor
 
 
@@ -565,8 +560,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     allow_unused, kwargs["allow_unused"] = kwargs["allow_unused"], True
     # Pass edges of the graph instead of the full parameters: while a unit is resharded, operations
     # on its full parameters raise (`FreedParameter`).
-    edges = [_edge(t) if id(t) in params else t for t in args[1]]
-    found = func(args[0], edges + [_edge(p.full) for p in params.values()], **kwargs)
+    edges = [edge_of(t) if id(t) in params else t for t in args[1]]
+    found = func(args[0], edges + [edge_of(p.full) for p in params.values()], **kwargs)
     # For each input, a pair: the input's gradient, and the gradient of its full parameter or None.
     of_full = dict(zip(params, found[len(edges) :], strict=False))
     pairs: Any = [(grad, of_full.get(id(t))) for t, grad in zip(args[1], found, strict=False)]
@@ -574,11 +569,6 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
         text = "One of the differentiated Tensors appears to not have been used in the graph."
         raise RuntimeError(f"{text} Set allow_unused=True if this is the desired behavior.")
     return tuple(g if f is None else f if g is None else f + g.full_tensor() for g, f in pairs)
-
-
-def _edge(tensor: Tensor) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.graph.get_gradient_edge(tensor)
 
 
 def _is_leaf_of_parameter(tensor: FlatShardTensor) -> bool:
@@ -589,7 +579,7 @@ def _is_leaf_of_parameter(tensor: FlatShardTensor) -> bool:
     """
     original: Any = tensor.spec.original
     may_be = original is not None and tensor.requires_grad and tensor.is_leaf
-    return may_be and _edge(tensor).node is _edge(original.sharded).node
+    return may_be and edge_of(tensor).node is edge_of(original.sharded).node
 
 
 for _kind, _functions in (

@@ -90,6 +90,7 @@ class Source(enum.IntEnum):
     # Also tensors that may differ between ranks. Then the ranges on the ranks may be parts of
     # different full tensors.
     OTHER = 2
+    DRAWN = 3  # also random numbers of this rank's generator
 
 
 class Caller(enum.Enum):
@@ -110,14 +111,12 @@ class Origin:
         source: which tensors the values were computed from.
         is_fixed: whether ``source`` stays the same if the tensor is written. True for a parameter
             and its gradient, because all ranks must write the same full tensors to them.
-        is_drawn: whether the values were computed from random numbers of this rank's generator.
         graph_task: autograd's number of the backward in which flatshard averaged this gradient.
         written: text with a checksum of all in-place operations on the tensor and their operands.
     """
 
     source: Source = Source.OTHER
     is_fixed: bool = False
-    is_drawn: bool = False
     graph_task: int | None = None
     written: str = ""
     # Earlier results of `p.data` that the program still has, keyed by id. They share the memory of
@@ -143,14 +142,15 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
     makes_numbers = caller is Caller.AUTOGRAD and any(tensor.dim() for tensor in tensors)
     for tensor in tensors:
         if not isinstance(tensor, FlatShardTensor):
-            source = source if makes_numbers and not tensor.dim() else Source.OTHER
+            if not makes_numbers or tensor.dim():
+                source = max(source, Source.OTHER)
             continue
         source = max(source, tensor.shard_origin.source)
         if tensor.shard_origin.is_arriving:
             graph_task = tensor.shard_origin.graph_task
             # Under DistributedDataParallel, a hook or `torch.autograd.Function` gets this rank's
             # gradient. Here it gets the average, and may compute another result, such as a square.
-            source = source if caller is Caller.AUTOGRAD else Source.OTHER
+            source = source if caller is Caller.AUTOGRAD else max(source, Source.OTHER)
     return Origin(source, graph_task=graph_task)
 
 
@@ -367,7 +367,7 @@ class FlatShardTensor(torch.Tensor):
         Python numbers.
         """
         is_unreduced = bool(UNREDUCED) and self in UNREDUCED
-        return self.shard_origin.source is not Source.OTHER and not is_unreduced
+        return self.shard_origin.source < Source.OTHER and not is_unreduced
 
     @property
     def described(self) -> str:

@@ -148,10 +148,15 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
     return OutsideUse.apply(tensor, function)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def edge_of(tensor: Tensor) -> Any:
+    """Return the edge by which autograd's graph reaches ``tensor``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
 def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
     """Return a sharded leaf of the tensor's autograd graph that is not a parameter, or None."""
-    with torch._C.DisableTorchFunctionSubclass():
-        nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(tensor).node]
+    nodes: list[Any] = [edge_of(tensor).node]
     # The loop also visits the nodes that it adds. It is short, because the graph has only
     # operations on sharded tensors.
     for node in nodes:

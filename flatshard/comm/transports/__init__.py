@@ -6,7 +6,6 @@ are the same in every run and with every transport.
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -84,10 +83,14 @@ class Members:
 
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
+    """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``.
+
+    The first row may be ``out`` itself.
+    """
     # Add row by row, because rounding depends on the order. A kernel that adds all rows at once
     # would choose the order of additions by the tensors' sizes.
-    out.copy_(rows[0])
+    if rows[0].data_ptr() != out.data_ptr():
+        out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
     divide(out, len(rows), out)
@@ -149,17 +152,19 @@ class BufferRequest(NamedTuple):
     shard_target: OffloadTarget  # where this rank's shard is stored (memory or disk)
 
 
-class Transport(abc.ABC):
+class Transport:
     """A way for the ranks of one group to all-gather parameters and average gradients.
 
-    To add a transport, write a subclass in a new file, and add the class to ``transport_kinds``.
+    This base class serves groups of one rank: it copies the shard on the current stream, and sends
+    nothing. To add a transport, write a subclass in a new file, and add the class to
+    ``transport_kinds``.
     """
 
-    name: str  # name of the transport, for reports and messages
+    name = "nothing"  # name of the transport, for reports and messages
     reason = ""  # why the group uses this transport, for ``unit_report``; may be empty
 
     # Whether the transport moves only tensors in host memory.
-    host_only = True
+    host_only = False
     # The transport moves only flat parameters with a tag below this number.
     max_tag: float = math.inf
     # Whether collectives of different ranks match by order, not by the flat parameter's tag.
@@ -178,23 +183,24 @@ class Transport(abc.ABC):
         """
         return ""
 
-    def forget(self, tag: int) -> None:  # noqa: B027 (only transports that match by tag keep any)
+    def forget(self, tag: int) -> None:
         """Drop all records about a tag, because its flat parameter was freed."""
 
-    @abc.abstractmethod
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
         Collective: all ranks of the group. ``op_name`` names the all-gather in errors.
         """
+        request.out.copy_(request.shard)
+        return AsyncWork([], op_name)
 
-    @abc.abstractmethod
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         """Begin averaging gradients over the ranks; each rank gets its part in ``request.out``.
 
         Collective: all ranks of the group, in the same order of calls. ``op_name`` names the
         reduce-scatter in errors.
         """
+        raise NotImplementedError("internal error: a reduce-scatter in a group of one rank")
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Return memory for an unsharded buffer, which may include memory for this rank's shard."""
@@ -202,7 +208,7 @@ class Transport(abc.ABC):
 
     def stream_waits(self, device: torch.device) -> bool:
         """Whether a wait for other ranks blocks a stream of ``device``, and not the host."""
-        return False
+        return device.type == "cuda"
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
         """Return the dtype in which a reduce-scatter of values of ``dtype`` adds.
@@ -211,19 +217,3 @@ class Transport(abc.ABC):
         """
         is_narrow = dtype.is_floating_point and dtype.itemsize < 4
         return torch.float32 if is_narrow and (fixed_order or self.adds_here) else dtype
-
-
-class LocalTransport(Transport):
-    """Transport of a group of one rank: copies the shard on the current stream, sends nothing."""
-
-    name, host_only = "nothing", False
-
-    def stream_waits(self, device: torch.device) -> bool:
-        return device.type == "cuda"
-
-    def gather(self, request: Gather, op_name: str) -> AsyncWork:
-        request.out.copy_(request.shard)
-        return AsyncWork([], op_name)
-
-    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        raise NotImplementedError("internal error: a reduce-scatter in a group of one rank")

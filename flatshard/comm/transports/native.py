@@ -46,8 +46,7 @@ class NativeTransport(Transport):
     ``fixed_order``, the backend only exchanges gradients, and flatshard adds.
     """
 
-    host_only, is_ordered = False, True
-    adds_here = False
+    is_ordered, adds_here = True, False
 
     def __init__(self, members: Members) -> None:
         self._members = members

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.process_groups import OUR_THREADS
-from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, divide
+from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
 from flatshard.options import Collectives
 from flatshard.units.layout import as_bytes
@@ -103,7 +103,7 @@ class SocketTransport(Transport):
     ``wire_dtype`` before they are sent.
     """
 
-    gathers_in_background = True
+    host_only = gathers_in_background = True
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -165,19 +165,19 @@ class SocketTransport(Transport):
         need = members.history.begin(members.reduce_group, ("average", request.tag))
         dtype = self._sent_dtype(full.dtype)
         step = max(PIECE_BYTES // dtype.itemsize, 1)
-        average = _Average(members, request, dtype, step)
+        reduction = _Average(members, request, dtype, step)
         shards = full.chunk(members.size)
         leaving = {peer: shards[peer].to(dtype).split(step) for peer in members.peers}
         # Send one piece to each peer in turn, which keeps the links to all peers busy.
-        average.sends = [
+        reduction.sends = [
             _Message(members.reduce_group.send, leaving[peer][number], peer, request.tag)
             for number in range(len(leaving[members.peers[0]]))
             for peer in members.peers
         ]
         # Begin the receives before the sends, for the reason given in ``gather``.
-        self._begins.put(partial(_begin, [*average.receives(), *average.sends]))
-        self._adds.put(average.run)
-        return AsyncWork([average], op_name, [full, request.out], condition=need)
+        self._begins.put(partial(_begin, [*reduction.receives(), *reduction.sends]))
+        self._adds.put(reduction.run)
+        return AsyncWork([reduction], op_name, [full, request.out], condition=need)
 
 
 class _Piece(NamedTuple):
@@ -204,7 +204,7 @@ class _Average:
         ``dtype``: dtype in which gradients are sent. ``step``: maximum number of elements of a
         message.
         """
-        self._size, self._pieces = members.size, list[_Piece]()
+        self._pieces: list[_Piece] = []
         self.sends: list[_Message] = []
         self._over: Future[None] = Future()  # completed at the end of `run`
 
@@ -213,10 +213,8 @@ class _Average:
         self._is_taken = threading.Lock()
         out, peers, numel = request.out, sorted(members.peers), request.out.numel()
         # If the dtypes are equal, receive the first peer's values into the result, and add there.
-        self._in_place = dtype is out.dtype
-        num_rows = len(peers) - 1 if self._in_place else len(peers)
-        rows = [out] if self._in_place else []
-        rows += torch.empty(num_rows, numel, dtype=dtype)
+        rows = [out] if dtype is out.dtype else []
+        rows += torch.empty(len(peers) - len(rows), numel, dtype=dtype)
         own = request.full.chunk(members.size)[members.rank]
         splits = [whole.split(step) for whole in (out, own, *rows)]
         for part, mine, *values in zip(*splits, strict=True):
@@ -260,23 +258,14 @@ class _Average:
         for piece in self._pieces:
             for receive in piece.receives:
                 receive.wait()
-            self._add(piece)
+            parts = (values.split(_ADDED_AT_ONCE) for values in (piece.out, *piece.values))
+            for out, *rows in zip(*parts, strict=False):
+                average(rows, out)
         for send in self.sends:
             send.wait()
         # Drop all references to tensors, so that their memory can be freed after `wait`.
         self._pieces.clear()
         self.sends.clear()
-
-    def _add(self, piece: _Piece) -> None:
-        first, *others = piece.values
-        for start in range(0, piece.out.numel(), _ADDED_AT_ONCE):
-            end = start + _ADDED_AT_ONCE
-            total = piece.out[start:end]
-            if not self._in_place:
-                total.copy_(first[start:end])
-            for values in others:
-                total.add_(values[start:end])
-            divide(total, self._size, total)
 
 
 class _Thread:

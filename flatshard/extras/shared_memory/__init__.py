@@ -53,7 +53,7 @@ class SharedMemoryTransport(transports.Transport):
     """
 
     name = "shared memory"
-    max_tag = _REDUCING
+    host_only, max_tag = True, _REDUCING
 
     def __init__(
         self, members: Members, processes: list[PeerProcess], mailbox: Mailbox, reason: str
