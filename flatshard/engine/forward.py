@@ -394,9 +394,8 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
     inner = module._compiled_call_impl or MethodType(type(module)._call_impl, module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
         # A shallow copy of the module has the same attributes, and so this function, too.
-        if caller.f_code is _CALLS and caller.f_locals["self"] is not module:
+        if (caller := sys._getframe(1)).f_code is _CALLS and caller.f_locals["self"] is not module:
             raise RuntimeError(
                 f"a copy of a {type(module).__name__} was called that shares the attributes of a "
                 "module of a ShardedWrapper. Instead of copy.copy(model.module), call "

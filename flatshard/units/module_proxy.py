@@ -186,10 +186,10 @@ def put_in_place(proxy: Proxy, module: nn.Module) -> Proxy:
     del proxy.__dict__["training"], proxy.__dict__["_non_persistent_buffers_set"]
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
-        return type(self).forward(self, *args, **kwargs)
+        return self.module(*args, **kwargs)
 
     # The graph of a compiled caller must end at this call: Dynamo cannot trace the unit's hooks.
-    for function in (forward, type(proxy).forward, ModuleProxy.forward):
+    for function in (forward, ModuleProxy.forward):
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
