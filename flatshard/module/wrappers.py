@@ -23,9 +23,10 @@ def unit_of(wrapper: ModuleProxy) -> Unit:
 
 
 def modules_below(module: nn.Module, ends: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """Yield ``module``, its wrappers and modules, outermost first, some of them several times.
+    """Yield ``module``, and all modules and wrappers in it, outermost first.
 
-    Leaves out what is inside of a module for which ``ends`` returns True.
+    A module that several modules share is yielded several times. The function does not enter a
+    module for which ``ends`` returns True.
     """
     # `module.modules()` would take three times as long, because it builds all modules' names.
     waiting = [module]

@@ -192,7 +192,7 @@ class Target:
 
 
 def _look_up(option: str, value: Any) -> Any:
-    """Return what the text ``value`` names. Any other value is its own meaning."""
+    """Return the object that the text ``value`` names. Return any other value as it is."""
     if not isinstance(value, str):
         return value
     if value not in _NAMES[option]:
