@@ -18,12 +18,12 @@ long as views exist, the buffer keeps its memory (``FlatParamHandle.had_views``)
 Autograd calls the hooks for every saved tensor, which takes a fifth of the host's time for a step.
 So later steps run without hooks if the hooks have made no difference in two consecutive steps. (A
 step begins with the first forward after a backward, and includes the next backward.) The hooks make
-no difference if backward reads every ``SavedView``, and the unit is unsharded at each read, because
-``Backward.enter`` has unsharded it. Then plain views work too, because a buffer is filled again at
-the same address and with the same version.
+no difference under two conditions: backward reads every ``SavedView``, and only at times at which
+``Backward.enter`` has already unsharded the unit. Then plain views work too, because a buffer is
+filled again at the same address and with the same version.
 
 A forward without hooks may differ from the earlier forwards, and save a view that backward reads
-while the unit is not unsharded. To notice this, the number of graph nodes that autograd makes in a
+while the unit is resharded. To notice this, the number of graph nodes that autograd makes in a
 unit's forward is compared with the numbers in forwards with hooks. After a forward with a new
 number, the unit's buffer keeps its memory until the next step, and later forwards have hooks again.
 

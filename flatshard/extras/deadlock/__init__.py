@@ -65,7 +65,8 @@ class Watchdog(CollectiveWatch):
         # a backend's C++ code when Python ends, that code would end the process with SIGABRT.
         self._looking = threading.Lock()
         self._deadlock = Deadlock()
-        # Wait in a collective of the user's program that the last `look` found.
+        # The user's program waits in a collective of its own, as the last `look` found. None: it
+        # does not.
         self._own: OwnWait | None = None
         self._gpu_waits = gpu.GpuWaits()
 
