@@ -276,8 +276,8 @@ class Backward:
             for unit in state.units:
                 # A unit in phase FORWARD stays unsharded, because its forward continues after this
                 # backward, which runs inside of the forward (to compute forces, for example).
-                # Resharding all other units also frees buffers that had to keep their memory because
-                # views of them existed.
+                # Resharding all other units also frees buffers that had to keep their memory,
+                # because views of the buffers existed.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(ReshardPoint.BACKWARD_OVER)
                 if is_outermost:

@@ -401,16 +401,15 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
                 "module of a ShardedWrapper. Instead of copy.copy(model.module), call "
                 "copy.deepcopy(model)."
             )
-        forward = unit.forward
         try:
-            args, kwargs = forward.before_module(unit, module, args, kwargs) or (args, kwargs)
+            args, kwargs = unit.forward.before_module(unit, module, args, kwargs) or (args, kwargs)
             output = inner(*args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception):  # `KeyboardInterrupt` or `SystemExit`
-                forward.interrupt()
-            forward.after_module(unit, module, None, error)
+                unit.forward.interrupt()
+            unit.forward.after_module(unit, module, None, error)
             raise
-        return forward.after_module(unit, module, output)
+        return unit.forward.after_module(unit, module, output)
 
     # `Module.__call__` calls `_call_impl`, or the compiled call. The graph of a compiled caller
     # ends at this call, and a new graph begins after: Dynamo cannot trace all-gathers.

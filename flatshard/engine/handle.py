@@ -204,8 +204,8 @@ class FlatParamHandle:
             # Set these after `start`: if `start` raises (out of memory), the buffer is still stale.
             self.gathered_version, self.clean_version = version, -1
         self.state = ShardState.UNSHARDING
-        # Wait now: nodes of the graph that have saved a view of the buffer read the view without a
-        # call of `wait_unshard`.
+        # Wait now, because the graph may have nodes with a saved view of the buffer. These nodes
+        # read their view without a call of `wait_unshard`.
         if self.is_free_deferred:
             self.is_free_deferred = False
             self.wait_unshard()

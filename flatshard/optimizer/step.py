@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Facts, differing_fact, raise_everywhere
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.memory import checksum
 from flatshard.optimizer import adapter as adapters
@@ -169,18 +169,19 @@ def _check_params(optimizer: Optimizer) -> None:
 
 def _check_assigned(optimizer: Optimizer) -> None:
     """Raise if the program has assigned different full tensors to ``.grad``. Collective."""
-    sums: dict[Communicator, Facts] = {}
+    sums: dict[Communicator, dict[str, object]] = {}
     for param in adapters.all_params(optimizer):
         if param in sharded_tensor.ASSIGNED and type(param.grad) is Tensor:
             for comm in (param.spec.comm, param.spec.replicas):
-                sums.setdefault(comm, {})[param.spec.name] = repr(checksum(param.grad))
+                sums.setdefault(comm, {})[param.spec.name] = checksum(param.grad)
     for comm, mine in sums.items():
         everyone = comm.host.gather(mine, "full tensors assigned to .grad")
-        if (different := differing_fact(everyone, comm.ranks)) is not None:
+        different = (name for name in mine if len({one.get(name) for one in everyone}) > 1)
+        if (name := next(different, None)) is not None:
             raise RuntimeError(
-                f"parameter {different[0]!r}, rank {comm.rank}: step() got different full tensors "
-                "in .grad on the ranks. Average them (dist.all_reduce) before or after the "
-                "assignment, or assign before backward, which averages them."
+                f"parameter {name!r}, rank {comm.rank}: step() got different full tensors in .grad "
+                "on the ranks. Average them (dist.all_reduce) before or after the assignment, or "
+                "assign before backward, which averages them."
             )
 
 

@@ -141,9 +141,10 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
     is_of_program = sharded_tensor.caller_of_operator() is sharded_tensor.Caller.PROGRAM
     if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
-            f"{leaf.spec.where()}: a tensor computed from the parameter ({leaf.text}) requires a "
-            "gradient, which a sharded tensor cannot hold for this rank. Make the tensor on all "
-            "ranks from the full parameter: p.full_tensor().detach().requires_grad_()."
+            f"{leaf.spec.where()}: the program computed a sharded tensor from the parameter "
+            f"({leaf.text}), and set requires_grad on it. This rank's full gradient would not fit "
+            "into the sharded tensor. Make the tensor on all ranks from the full parameter: "
+            "p.full_tensor().detach().requires_grad_()."
         )
     return OutsideUse.apply(tensor, function)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -34,7 +34,7 @@ class ModuleProxy(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Collective."""
-        return self.module(*args, **kwargs)
+        return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -182,14 +182,14 @@ def put_in_place(proxy: Proxy, module: nn.Module) -> Proxy:
 
     proxy._modules["module"] = module
     proxy.__dict__["_parameters"] = module._parameters
-    # Without these attributes of its own, the proxy has those of the module.
+    # Delete these attributes of the proxy, so that reading them returns those of the module.
     del proxy.__dict__["training"], proxy.__dict__["_non_persistent_buffers_set"]
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        return type(self).forward(self, *args, **kwargs)
 
     # The graph of a compiled caller must end at this call: Dynamo cannot trace the unit's hooks.
-    for function in (forward, ModuleProxy.forward):
+    for function in (forward, type(proxy).forward, ModuleProxy.forward):
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)

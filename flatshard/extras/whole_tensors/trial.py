@@ -210,8 +210,9 @@ def _check_attributes(optimizer: Optimizer) -> None:
             if param is not None:
                 raise NotImplementedError(
                     f"{type(optimizer).__name__} keeps parameter {param.spec.name!r} in attribute "
-                    f"{name!r} (perhaps in a module), where it would stay sharded during a step: "
-                    "flatshard puts full parameters only into param_groups. Let step() read "
+                    f"{name!r}, or in a module in this attribute. There the parameter would stay "
+                    "sharded during a step: flatshard puts full parameters only into param_groups. "
+                    "Let step() read "
                     "parameters and gradients from param_groups."
                 )
 
