@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.engine.forward import surround_calls
+from flatshard.engine.forward import call_of, surround_calls
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.construction import local_parts, summary, wrap
@@ -187,8 +187,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         units, the graph ends at each of these units.
         """
         module = self.module
-        plain = MethodType(type(module)._call_impl, module)  # without the calls of flatshard
-        module._compiled_call_impl = torch.compile(plain, *args, **kwargs)
+        kind: Any = type(module)
+        call = MethodType(call_of(kind), module)
+        module.__dict__["_compiled_call_impl"] = torch.compile(call, *args, **kwargs)
         surround_calls(self._sharded_unit, module)
 
     def no_sync(
@@ -988,7 +989,15 @@ def _wrapper_of(module: nn.Module) -> ShardedWrapper:
     """Return a new wrapper around a module that is a unit already. The model stays as it is."""
     wrapper = ShardedWrapper.__new__(ShardedWrapper)
     nn.Module.__init__(wrapper)
+    for name in _REGISTER:  # the model calls the module, not this wrapper
+        wrapper.__dict__[name] = getattr(module, name)
     return put_in_place(wrapper, module)
+
+
+_REGISTER = (
+    *("register_forward_pre_hook", "register_forward_hook", "register_backward_hook"),
+    *("register_full_backward_pre_hook", "register_full_backward_hook"),
+)
 
 
 def _apply_by_unit(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

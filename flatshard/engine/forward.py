@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from functools import partial
-from types import MethodType
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ class Forward:
         self._root_module.check()
         self.saved.begin_forward()
         for extension in state.extensions:
-            extension.begin_forward(of_root=unit is state.root)
+            extension.begin_forward(unit)
         state.has_run = True  # set after the checks, some of which run only in the first forward
 
         for unit in state.units:
@@ -160,11 +161,11 @@ class Forward:
 
     @untraced
     def after_module(
-        self, unit: Unit, module: nn.Module, output: Any, error: BaseException | None = None
+        self, unit: Unit, module: nn.Module, output: Any, *, failed: bool = False
     ) -> Any:
         """End a module's forward: cast the output, register backward's hooks, and reshard.
 
-        Returns the changed output. ``error``: the exception that the forward raised, or None.
+        Returns the changed output. ``failed``: whether the forward raised an exception.
         """
         # Not running: `before_module` has raised, or full parameters are summoned.
         if not unit.running:
@@ -182,10 +183,15 @@ class Forward:
                     if tensor.grad_fn is not None:
                         tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
-            if error is not None:
-                self._root_module.explain(error, unit.name)
-            self.leave(unit, changed, failed=error is not None)
+            self.leave(unit, changed, failed=failed)
         return changed
+
+    def explain(self, unit: Unit, error: BaseException) -> None:
+        """Add a note to an error of a unit's forward, or clean up after an interruption."""
+        if isinstance(error, Exception):
+            self._root_module.explain(error, unit.name)
+        else:
+            self.interrupt()
 
     def enter(self, unit: Unit) -> Call:
         """Unshard a unit before the forward of one of its modules. Collective.
@@ -378,20 +384,37 @@ class Forward:
                         raise
 
 
+# The code of `Module.__call__`.
 _CALLS = nn.Module._wrapped_call_impl.__code__  # type: ignore[attr-defined]
+
+
+def _call_module(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return type(module)._call_impl(module, *args, **kwargs)
+
+
+@cache
+def call_of(kind: Any) -> Callable[..., Any]:
+    """Return the function that calls a module of class ``kind``, without the part of flatshard."""
+    if not kind.__module__.startswith(("torch.nn.", "torch.ao.")):
+        return kind._call_impl  # type: ignore[no-any-return]
+    # Dynamo compiles no function of torch, only functions that call it. Return another function for
+    # each class, because Dynamo compiles a function only for a few different modules.
+    return FunctionType(_call_module.__code__.replace(), globals())
 
 
 def surround_calls(unit: Unit, module: nn.Module) -> None:
     """Let each call of ``module`` call ``before_module`` first, and ``after_module`` at the end.
 
-    The program's own hooks of the module run in between, so they see unsharded parameters. If
-    ``module.compile()`` has compiled the module, the compiled call has no part of flatshard. Call
-    this function again after each ``module.compile()``.
+    The program's own hooks of the module run in between, so they see unsharded parameters. A call
+    that ``module.compile()`` has compiled before has no part of flatshard.
     """
     # Import here, because the import is slow.
     from torch._dynamo.decorators import skip
 
-    inner = module._compiled_call_impl or MethodType(type(module)._call_impl, module)
+    own, kind = module.__dict__.get("_call_impl"), cast(Any, type(module))
+    # The program's own function. A copy of a module of a unit has this function's `call` instead.
+    own = getattr(own, "own", own)
+    inner = module._compiled_call_impl or own or MethodType(call_of(kind), module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # A shallow copy of the module has the same attributes, and so this function, too.
@@ -405,16 +428,20 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
             args, kwargs = unit.forward.before_module(unit, module, args, kwargs) or (args, kwargs)
             output = inner(*args, **kwargs)
         except BaseException as error:
-            if not isinstance(error, Exception):  # `KeyboardInterrupt` or `SystemExit`
-                unit.forward.interrupt()
-            unit.forward.after_module(unit, module, None, error)
+            unit.forward.explain(unit, error)
+            unit.forward.after_module(unit, module, None, failed=True)
             raise
-        return unit.forward.after_module(unit, module, output)
+        try:
+            return unit.forward.after_module(unit, module, output)
+        except BaseException as error:
+            unit.forward.explain(unit, error)
+            raise
 
+    call.own = own  # type: ignore[attr-defined]
     # `Module.__call__` calls `_call_impl`, or the compiled call. The graph of a compiled caller
     # ends at this call, and a new graph begins after: Dynamo cannot trace all-gathers.
     module.__dict__["_call_impl"] = skip(call)
-    module._compiled_call_impl = None
+    module.__dict__.pop("_compiled_call_impl", None)
 
 
 def call_first(hook: RemovableHandle, tensor: Tensor) -> None:

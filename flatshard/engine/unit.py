@@ -99,8 +99,6 @@ class Unit:
     # If tensors were left without values at wrapping (`leave_empty`): a function that runs before
     # the first forward, and raises if a tensor still has no values. Otherwise None.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
-    # Whether the user's `param_init_fn` is running: in this function, `module.apply()`, `to()` and
-    # other conversions skip wrapped submodules.
 
     def __init__(
         self,
@@ -339,8 +337,7 @@ class Unit:
                 handle.grads.arrived.clear()
         for handle in self.handles:
             action = self.buffer_action(handle, point, is_needed_soon=is_needed_soon)
-            secondary = handle.gather.secondary
-            if secondary is not None and action is not BufferAction.SNAPSHOT:
+            if (secondary := handle.gather.secondary) and action is not BufferAction.SNAPSHOT:
                 if is_over:
                     secondary.end_backward()
                 elif action is BufferAction.FREE and self.backward_follows and handle.is_current:

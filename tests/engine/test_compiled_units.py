@@ -115,6 +115,38 @@ def _train(model: nn.Module, rank: int, steps: int) -> None:
 
 
 @compiling
+def test_units_of_torchs_own_classes(rank: int, world_size: int) -> None:
+    """Dynamo compiles the forward of a torch.nn class only where another function calls it."""
+
+    def made() -> ShardedWrapper:
+        torch.manual_seed(0)
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)]
+        policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
+        return ShardedWrapper(nn.Sequential(*layers), auto_wrap_policy=policy, coalesce_bytes=0)
+
+    results = {}
+    for way in ("eager", "whole", "whole, in place", "layers", "layers in place"):
+        torch.compiler.reset()
+        counters.clear()
+        model = run = made()
+        if way == "whole":
+            run = torch.compile(model, backend="aot_eager")
+        elif way == "whole, in place":
+            model.compile(backend="aot_eager")
+        elif way == "layers in place":
+            for layer in model.module:
+                layer.compile(**GRAPHS)
+        elif way == "layers":
+            for index, layer in enumerate(model.module):
+                model.module[index] = torch.compile(layer, backend="aot_eager")
+        for step in range(3):
+            run(torch.linspace(-1, 1, 48).reshape(2, 3, 8) + step).square().mean().backward()
+        assert (counters["stats"]["calls_captured"] > 0) == (way != "eager"), way
+        results[way] = [param.grad.full_tensor() for param in model.parameters()]
+        torch.testing.assert_close(results[way], results["eager"])
+
+
+@compiling
 def test_one_graph_each(rank: int, world_size: int) -> None:
     """``fullgraph=True`` holds: Dynamo does not meet hooks of flatshard."""
     plain = _wrap(_model())

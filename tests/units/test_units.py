@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from flatshard import ShardedWrapper, sharded_modules
-from flatshard.wrap import CustomPolicy, enable_wrap, wrap
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from tests.harness import on_ranks
 from tests.models import CASES, Case, Mlp, Residual, vectors
 from tests.oracle import assert_trains_alike
 
 pytestmark = pytest.mark.by_turns
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
 
 
 class Wide(nn.Module):
@@ -192,3 +194,36 @@ def test_keywords_of_units_in_torchs_words(rank: int, world_size: int, kind: Any
     refused = kind(lambda module: {"coalesce_bytes": 0} if _is_linear(module) else False)
     with pytest.raises(ValueError, match="unit 'fc1' the policy sets coalesce_bytes"):
         ShardedWrapper(case.model(), auto_wrap_policy=refused)
+
+
+class _Scaled(nn.Linear):
+    """Calls its forward in its own way, and takes no attributes that it does not know."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.__dict__["_call_impl"] = lambda x: 3 * nn.Linear.forward(self, x)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in {*vars(nn.Module()), "in_features", "out_features", "weight", "bias"}:
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+@on_ranks(2)
+def test_the_modules_of_units_stay_what_they_are(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 7), _Scaled())
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(7, 7), _Scaled())
+    model = ShardedWrapper(module, auto_wrap_policy=LINEARS, coalesce_bytes=0)
+    assert [type(child) for child in model.children()] == [nn.Linear, _Scaled]
+    x = torch.linspace(-1, 1, 14).reshape(2, 7)
+    torch.testing.assert_close(model(x), plain(x))
+    # A hook that is registered on a unit's wrapper runs when the model calls the unit.
+    both = ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS, coalesce_bytes=0)
+    calls: list[str] = []
+    for unit in sharded_modules(both)[1:]:
+        unit.register_forward_hook(lambda *_: calls.append("forward"))
+        unit.register_full_backward_hook(lambda *_: calls.append("backward"))
+    both(torch.ones(2, 7, requires_grad=True)).sum().backward()
+    assert calls == ["forward"] * 3 + ["backward"] * 3

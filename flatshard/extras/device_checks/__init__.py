@@ -143,7 +143,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
                 assert self._state.device is not None, "digests are only taken on a device"
                 _check_order(group, self._state.device, output)
 
-    def begin_forward(self, of_root: bool) -> None:
+    def begin_forward(self, unit: Unit | None) -> None:
         self._compared, self._digests = [], {}
         self._read_results(but_last=1)
         self._raise()

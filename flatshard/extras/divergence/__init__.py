@@ -68,7 +68,7 @@ class DivergentUnits(StepExtension):
     def __init__(self, state: RunState, units: Sequence[Unit]) -> None:
         self._state, self._units = state, units
 
-    def begin_forward(self, of_root: bool) -> None:
+    def begin_forward(self, unit: Unit | None) -> None:
         for unit in self._units:
             # Reshard first. After a failed step, the unit may still be unsharded on some ranks, and
             # these ranks would skip the all-gather below.

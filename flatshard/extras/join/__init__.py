@@ -169,13 +169,13 @@ class Join(StepExtension):
 
     # ------------------------------------------------------------ a rank that has input
 
-    def begin_forward(self, of_root: bool) -> None:
+    def begin_forward(self, unit: Unit | None) -> None:
         state = self._state
         if self._leads:
             self._check_unedited()
         syncs = tuple(sync.value for sync in state.syncs)
         options = sorted((self._key(one), _options_of(one)) for one in self._optimizers)
-        detail = torch.is_grad_enabled(), syncs, state.under_no_sync, of_root, options
+        detail = torch.is_grad_enabled(), syncs, state.under_no_sync, unit is state.root, options
         self._exchange(Doing("forward", detail))
         self._begin()
 

@@ -155,7 +155,7 @@ class StepRecorder(StepExtension):
             peak_resident_bytes=peak_resident_bytes(),
         )
 
-    def begin_forward(self, of_root: bool) -> None:
+    def begin_forward(self, unit: Unit | None) -> None:
         self._doing.clear()  # a step that failed may have left entries
         if self._is_over or not self._ranges:
             self.end_step()

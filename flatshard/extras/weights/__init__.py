@@ -24,7 +24,8 @@ from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.events import StepExtension
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.run_state import RunState, temporarily
+from flatshard.engine.run_state import temporarily
+from flatshard.engine.unit import Unit
 from flatshard.extras.model_shards import model_shards
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory import BufferCache, Checksum, checksum
@@ -167,11 +168,13 @@ def read(
     """
     shards = model_shards(model, caller)
     world = shards.world
-    contexts = list(dict.fromkeys(unit.context for unit in units_in(model)))
+    read_units = units_in(model)
+    contexts, mark = list(dict.fromkeys(one.context for one in read_units)), Reading(read_units)
 
     def prepare() -> tuple[tuple[Flats, list[Item], MergedLora | None], Facts]:
         options.check(world.size)
-        if any(context.extension(Reading.name) is not None for context in contexts):
+        others = (one for context in contexts for one in context.extensions)
+        if any(isinstance(one, Reading) and one.reads(read_units) for one in others):
             raise ValueError(
                 f"another {caller} of this model is not finished. First read that iterator to "
                 "the end, or call its close(), on every rank."
@@ -195,7 +198,7 @@ def read(
         # unless the process exits. `is_exiting` is a parameter, because Python clears global
         # variables at exit.
         for context in contexts:
-            context.extend(Reading(context))
+            context.extend(mark)
         # `stopped` says where the consumer stopped early; "" if the consumer has not stopped.
         failed, stopped, is_reading = None, "", options.ranks in ("all", "local", world.rank)
         items = _items(units(options, flats, rest), options)
@@ -220,7 +223,7 @@ def read(
                         tensor.fill_(torch.nan if is_float else torch.iinfo(tensor.dtype).max)
         finally:
             for context in contexts:
-                context.drop(context.extension(Reading.name))
+                context.drop(mark)
         written = [flats[one][0][1].where for one, old in versions.items() if one.version != old]
         mine = stopped or (f"wrote {written[0]} before the last item was read" if written else "")
         everyone = world.host.gather(mine, f"the end of {caller}")
@@ -349,18 +352,22 @@ def yielded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 class Reading(StepExtension):
-    """Refuses forwards while a rank reads full tensors."""
+    """Refuses forwards of the units whose full tensors are being read."""
 
     name = "weights"
 
-    def __init__(self, state: RunState) -> None:
-        self._state = state
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = frozenset(units)
 
-    def begin_forward(self, of_root: bool) -> None:
-        raise RuntimeError(
-            f"{unit_text(self._state.root.name)}: a forward began before full_tensors() was read "
-            "to its end. Read all items first, or call the iterator's close() on every rank."
-        )
+    def reads(self, units: Iterable[Unit]) -> bool:
+        return not self._units.isdisjoint(units)
+
+    def begin_forward(self, unit: Unit | None) -> None:
+        if unit is not None and any(self.reads(units_in(module)) for module in unit.modules):
+            raise RuntimeError(
+                f"{unit_text(unit.name)}: a forward began before full_tensors() was read to its "
+                "end. Read all items first, or call the iterator's close() on every rank."
+            )
 
 
 # ------------------------------------------------------------ changes

@@ -244,6 +244,16 @@ def test_a_forward_or_a_write_between_two_items(rank: int, world_size: int) -> N
     with pytest.raises(ValueError, match=r"another full_tensors\(\) of this model is not finished"):
         flatshard.full_tensors(model)
     list(items)
+    # Operations on parameters are allowed, and so are forwards of units that are not read.
+    params = dict(model.named_parameters())
+    for name, tensor in flatshard.full_tensors(model):
+        if name in params:
+            torch.testing.assert_close(params[name].detach().norm(), tensor.norm())
+    mlp = CASES["mlp"].wrap(CASES["mlp"].model())
+    items = flatshard.full_tensors(mlp.fc1)
+    next(items)
+    assert list(flatshard.full_tensors(mlp.fc2))
+    list(items)
     items = flatshard.full_tensors(model)
     next(items)
     with torch.no_grad():
