@@ -16,7 +16,8 @@ from torch import nn
 from flatshard import options
 from flatshard.comm.communicator import Topology
 from flatshard.comm.process_groups import current_cuda
-from flatshard.comm.ranks import Ranks, read_ranks
+from flatshard.comm.ranks import Ranks
+from flatshard.module.user_groups import read_ranks
 from flatshard.options import BackwardPrefetch, CPUOffload, Placement, ShardingStrategy
 from flatshard.options.extras import extra
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
