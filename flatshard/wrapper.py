@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
@@ -187,9 +186,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         units, the graph ends at each of these units.
         """
         module = self.module
-        kind: Any = type(module)
-        call = MethodType(call_of(kind), module)
-        module.__dict__["_compiled_call_impl"] = torch.compile(call, *args, **kwargs)
+        compiled = torch.compile(call_of(module), *args, **kwargs)
+        module.__dict__["_compiled_call_impl"] = compiled
         surround_calls(self._sharded_unit, module)
 
     def no_sync(

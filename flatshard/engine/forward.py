@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -393,13 +393,17 @@ def _call_module(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def call_of(kind: Any) -> Callable[..., Any]:
-    """Return the function that calls a module of class ``kind``, without the part of flatshard."""
-    if not kind.__module__.startswith(("torch.nn.", "torch.ao.")):
-        return kind._call_impl  # type: ignore[no-any-return]
-    # Dynamo compiles no function of torch, only functions that call it. Return another function for
-    # each class, because Dynamo compiles a function only for a few different modules.
+def _call_of_torchs_class(_kind: Any) -> Callable[..., Any]:
+    # Another function for each class, because Dynamo compiles a function only for a few modules.
     return FunctionType(_call_module.__code__.replace(), globals())
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the function that calls ``module`` without the part of flatshard."""
+    kind: Any = type(module)
+    # Dynamo compiles no function of torch by itself, only together with a caller outside of torch.
+    is_torchs = kind.__module__.startswith(("torch.nn.", "torch.ao."))
+    return MethodType(_call_of_torchs_class(kind) if is_torchs else kind._call_impl, module)
 
 
 def surround_calls(unit: Unit, module: nn.Module) -> None:
@@ -411,10 +415,10 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
     # Import here, because the import is slow.
     from torch._dynamo.decorators import skip
 
-    own, kind = module.__dict__.get("_call_impl"), cast(Any, type(module))
+    own = module.__dict__.get("_call_impl")
     # The program's own function. A copy of a module of a unit has this function's `call` instead.
     own = getattr(own, "own", own)
-    inner = module._compiled_call_impl or own or MethodType(call_of(kind), module)
+    inner = module._compiled_call_impl or own or call_of(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # A shallow copy of the module has the same attributes, and so this function, too.

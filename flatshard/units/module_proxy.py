@@ -29,7 +29,7 @@ class ModuleProxy(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
-        # Without this property, each call of a unit would call `__getattr__` three times.
+        # Without this property, each access would call `__getattr__`.
         return self._modules["module"]  # type: ignore[return-value]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
