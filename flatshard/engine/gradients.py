@@ -605,7 +605,10 @@ _NO_REFERENCE = _num_base_references(torch.empty(1)[:])
 
 
 def _check_assigned(param: OriginalParam, grad: Tensor) -> None:
-    """Raise RuntimeError if the program would read an assigned gradient through its base."""
+    """Raise RuntimeError if ``grad``, assigned to ``.grad``, is a view of a tensor in use.
+
+    The program would expect the new gradient in this tensor, where autograd would have added it.
+    """
     if _num_base_references(grad) > _NO_REFERENCE:
         raise RuntimeError(
             f"{param.where}: .grad was set to a view of a tensor that the program still has. "

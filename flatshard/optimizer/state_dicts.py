@@ -394,9 +394,11 @@ _Digest = tuple[str, tuple[float, ...]]
 
 
 def _digest(value: Any) -> _Digest:
-    """Return a text, and for a tensor of floats its norm and the sums of two parts.
+    """Return a text and numbers by which ranks compare ``value``.
 
-    On ranks with the same value, texts are equal, and the numbers are close.
+    On ranks with the same value, texts are equal, and the numbers are close. For a tensor of
+    floats, the numbers are the norm, the sum of every second element, and the sum of the first
+    half. For any other value, there are no numbers.
     """
     if not isinstance(value, Tensor):
         return repr(value), ()

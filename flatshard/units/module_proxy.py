@@ -182,7 +182,7 @@ def put_in_place(proxy: Proxy, module: nn.Module) -> Proxy:
 
     proxy._modules["module"] = module
     proxy.__dict__["_parameters"] = module._parameters
-    # Delete these attributes of the proxy, so that reading them returns those of the module.
+    # Delete these attributes of the proxy. Then `__getattr__` returns the module's attributes.
     del proxy.__dict__["training"], proxy.__dict__["_non_persistent_buffers_set"]
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:

@@ -331,10 +331,12 @@ def _add_noise(model: nn.Module) -> None:
 
 
 def _exact_norm(norm: Any, x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Return a norm that was computed in float64, so the noise run shows norms' rounding errors.
+    """Return a norm that is computed in float64.
 
-    On CPUs, torch's norm of four million elements in float32 has an error of 2e-4. flatshard has
-    another error, because it adds up other ranges. Noise in the weights does not change the errors.
+    On CPUs, torch's norm of four million elements in float32 has a rounding error of 2e-4, which is
+    almost the same for slightly different weights. So the noise run computes norms in float64: the
+    difference to the first run then contains this error. flatshard's own error may be as large,
+    because flatshard adds up other ranges of the elements.
     """
     return norm(cast_floats(x, torch.float64), *args, **kwargs).to(dtype or x.real.dtype)
 
