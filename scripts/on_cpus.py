@@ -36,6 +36,7 @@ CUDA: dict[str, Any] = {
     "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     "get_device_capability": (8, 0),
     "get_device_name": "CPU",
+    "get_device_properties": SimpleNamespace(name="CPU", total_memory=2**34, major=8, minor=0),
     "get_rng_state": torch.zeros(8, dtype=torch.uint8),
     "is_available": True,
     "is_bf16_supported": False,

@@ -28,7 +28,7 @@ class Prefetch:
         self.last_order: list[int] = []  # indices of units, in the order of the last forward
         self.order: list[int] = []  # indices of the units that the present forward has run
         self._state, self._units = state, state.units
-        self._forward, self._backward = forward, backward
+        self._forward, self._asked = forward, backward
         # Units whose all-gather was started by a prefetch, on a transport that sends in the
         # background. `_under_way` leaves out the units that have run since.
         self._prefetched: list[Unit] = []
@@ -36,6 +36,9 @@ class Prefetch:
     def refresh(self) -> None:
         """Decide how much to prefetch. Called again after unsharded buffers were reallocated."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
+        # If no unit is resharded after forward, backward needs no all-gather.
+        reshards = any(unit.reshards_after_forward for unit in self._units)
+        self._backward = self._asked if reshards else None
         # Units whose transport (sockets) sends while this rank computes.
         self._in_background = {
             unit

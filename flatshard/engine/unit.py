@@ -229,6 +229,12 @@ class Unit:
         return sum(handle.buffer_bytes for handle in self.handles)
 
     @property
+    def reshards_after_forward(self) -> bool:
+        """Whether forward frees unsharded buffers, which backward must fill again."""
+        shows_shards = any(handle.memory.shows_shards for handle in self.handles)
+        return self.placement.reshard_after_forward or shows_shards
+
+    @property
     def is_current(self) -> bool:
         """Whether all parameters are unsharded, and the shards were not written since."""
         return all(handle.is_current for handle in self.handles)
@@ -303,15 +309,9 @@ class Unit:
             # A backward under no_sync may run on this rank only. So the backward must not start an
             # all-gather, and must not read shards in shared memory that other ranks may be writing.
             return BufferAction.SNAPSHOT
-        return BufferAction.FREE if shows_shards or self._is_unread(handle) else BufferAction.KEEP
-
-    def _is_unread(self, handle: FlatParamHandle) -> bool:
-        """Whether ``handle`` has only embedding tables, which backward does not read.
-
-        False if the strategy keeps all buffers after forward anyway.
-        """
-        reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
-        return reshards and handle.is_lookup
+        # Backward does not read embedding tables.
+        is_unread = self.reshards_after_forward and handle.is_lookup
+        return BufferAction.FREE if shows_shards or is_unread else BufferAction.KEEP
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
         """Whether copies of the embedding tables in ``handle`` are saved for backward.
@@ -320,7 +320,7 @@ class Unit:
         """
         # Copy for the root unit: if one rank uses a table in another operation than a lookup (a
         # tied output layer), only this rank's backward would unshard the table, and deadlock.
-        return self.is_root and self._is_unread(handle)
+        return self.is_root and self.reshards_after_forward and handle.is_lookup
 
     def reshard(
         self, point: ReshardPoint = ReshardPoint.STEP_LEFT, *, is_needed_soon: bool = False

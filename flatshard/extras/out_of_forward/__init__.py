@@ -38,6 +38,7 @@ from flatshard.precision import tensors_in
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import (
+    UNREDUCED,
     FlatShardTensor,
     Source,
     is_collective,
@@ -93,17 +94,22 @@ class OutOfForwardUse(ParamOwner):
         """Call ``func`` with full tensors in place of sharded tensors. Collective.
 
         Returns NotImplemented for the cases that the caller handles: a sharded argument is an
-        unreduced gradient or optimizer state, or belongs to another model, or ``func`` writes to it
-        in a forward. Raises RuntimeError if ``func`` writes to another full tensor.
+        unreduced gradient, was computed from random numbers, or belongs to another model, or
+        ``func`` writes to it in a forward. Raises RuntimeError if ``func`` writes to another full
+        tensor.
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
-        # The caller handles unreduced gradients, optimizer state and other models.
+        writes = _writes(func, args)
+        # Between steps, also read what was computed with plain tensors, such as the new value of a
+        # target network. If the plain tensors differ between ranks, `full_tensor` raises.
+        most = Source.GRADIENTS if writes or self._state.is_running else Source.OTHER
         for t in sharded:
-            if not t.is_alike or t.shard_origin.is_arriving or t.spec not in self._handles:
+            if t.shard_origin.source > most or t in UNREDUCED:
+                return NotImplemented
+            if t.shard_origin.is_arriving or t.spec not in self._handles:
                 return NotImplemented
         records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
-        writes = _writes(func, args)
         is_one = writes and func.__name__ != "__set__" and isinstance(args[0], FlatShardTensor)
         if writes and (records or self.is_in_forward or not is_one):
             return NotImplemented
