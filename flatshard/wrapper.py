@@ -343,15 +343,6 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         return extra("recording", "ShardedWrapper.record_steps()").record_steps(self)  # type: ignore[no-any-return]
 
-    def step_report(self) -> StepReport:
-        """Return the report of this rank's last recorded step, or of the current step so far.
-
-        ``print`` the report to see a table. No communication. Raises RuntimeError if no step was
-        recorded.
-        """
-        recording = extra("recording", "ShardedWrapper.step_report()")
-        return recording.last_report(self._sharded_unit.context)  # type: ignore[no-any-return]
-
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
 

@@ -526,7 +526,7 @@ print(f"the unwrapped network: {100 * right:.1f} % of the first {len(images):,} 
 # | replace the wrapper | `ShardedWrapper(model)` |
 # | call forward and `full_state_dict(model)` on every rank | also in evaluation |
 # | divide large models into units | `auto_wrap_policy="auto"`, by class, or by size |
-# | see where a step's time goes | `with model.record_steps(): ...`, `print(model.step_report())` |
+# | see where time goes | `with model.record_steps() as reports: ...`, `print(reports[-1])` |
 # | memory is still short | [bfloat16 and offload](../docs/precision-and-offload.md) |
 #
 # Next: [transformer.ipynb](transformer.ipynb) compares all strategies,

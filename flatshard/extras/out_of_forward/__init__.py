@@ -30,12 +30,10 @@ from torch.utils import _pytree as pytree
 
 from flatshard.engine.backward import Backward
 from flatshard.engine.forward import Forward
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.memory import checksum
 from flatshard.precision import tensors_in
-from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import (
     UNREDUCED,
@@ -46,7 +44,6 @@ from flatshard.tensor.sharded_tensor import (
     sharded_in,
     untraced,
 )
-from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
@@ -60,11 +57,6 @@ class OutOfForwardUse(ParamOwner):
         self._state, self._forward, self._backward = state, forward, backward
         # Maps the `ShardSpec` of each sharded parameter to the flat parameter.
         self._handles = {param.spec: one for one in state.handles for param in one.params}
-        # For programs that read one parameter after another (see `_full`). `_loop_flat`: the handle
-        # of a flat parameter, the version of the shard, and the all-gathered flat parameter.
-        # `_loop_last`: the parameter that was read last.
-        self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
-        self._loop_last: OriginalParam | None = None
         # Units for which a warning was given. The set contains None after the warning about
         # averages of weights.
         self._warned: set[Unit | None] = set()
@@ -129,9 +121,8 @@ class OutOfForwardUse(ParamOwner):
             return result
 
         def write(full_of: dict[int, Tensor]) -> Any:
-            # Write to a clone, because other operations may read the same memory (see `_full`).
             target: FlatShardTensor = args[0]
-            full = full_of[id(target)] = full_of[id(target)].clone()
+            full = full_of[id(target)]
             before = full.data_ptr(), full.shape, full.stride()
             full_args, full_kwargs = full_arguments(full_of)
             try:
@@ -183,39 +174,8 @@ class OutOfForwardUse(ParamOwner):
             for t in sharded:
                 # Copy a parameter to the device and dtype in which the unit computes.
                 like = t.spec.original.full if casts and t.is_unit_parameter else t
-                copies[id(t)] = self._full(t).to(like.device, like.dtype)
-        flat, self._loop_flat = self._loop_flat, None
-        # Keep the flat parameter only if the call does not raise: a failed call may have written to
-        # the flat parameter.
-        result = call(copies)
-        self._loop_flat = flat
-        # Return copies of views: a view would keep the whole flat parameter in memory.
-        return as_views(result, copies.values(), sharded[0].spec.name, copies=True)
-
-    def _full(self, tensor: FlatShardTensor) -> Tensor:
-        """Return the full tensor of a sharded tensor. The caller must not write to the full tensor.
-
-        Collective: all ranks of the shard group.
-
-        A program may read all parameters in order (to update an average of weights). So if a
-        program reads two neighbouring parameters, the second read all-gathers the whole flat
-        parameter, and the following reads use the result.
-        """
-        handle, param = self._handles[tensor.spec], tensor.spec.original
-        last, self._loop_last = self._loop_last, param
-        shows_shard = (
-            tensor.local.untyped_storage()._cdata == handle.flat_param.untyped_storage()._cdata
-        )
-        loop_flat, self._loop_flat = self._loop_flat, None
-        if not shows_shard:  # an operation computed the tensor from a parameter
-            return tensor.full_tensor()
-        if loop_flat is None or loop_flat[:2] != (handle, handle.version):
-            if param.index == 0 or last is not handle.params[param.index - 1]:
-                return tensor.full_tensor()
-            loop_flat = handle, handle.version, handle.gather_flat(handle.flat_param)
-        if param is not handle.params[-1]:
-            self._loop_flat = loop_flat
-        return view_of(loop_flat[2], param.span)
+                copies[id(t)] = t.full_tensor().to(like.device, like.dtype)
+        return as_views(call(copies), copies.values(), sharded[0].spec.name)
 
     @contextlib.contextmanager
     def unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:

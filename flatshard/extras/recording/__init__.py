@@ -1,15 +1,14 @@
 """Extra: records the time, memory and communication of a model's steps.
 
 ``record`` lists the collectives that a rank starts. ``StepRecorder`` is a ``StepExtension``: the
-engine calls its methods during a step. Without this folder, ``flatshard.collectives``,
-``ShardedWrapper.record_steps()`` and ``step_report()`` raise ``MissingExtraError``.
+engine calls its methods during a step. Without this folder, ``flatshard.collectives`` and
+``ShardedWrapper.record_steps()`` raise ``MissingExtraError``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ import torch
 
 from flatshard.comm.communicator import LISTENERS
 from flatshard.engine.events import Kind, StepExtension
-from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.extras import peak_resident_bytes
 from flatshard.extras.recording.step_report import (
@@ -31,10 +29,7 @@ from flatshard.extras.recording.step_report import (
 from flatshard.module.wrappers import unit_of
 from flatshard.units.module_proxy import ModuleProxy
 
-__all__ = ["Event", "last_report", "record", "record_steps"]
-
-# Report of the last recorded step of each model, keyed by the model's `RunState`.
-_last_reports: weakref.WeakKeyDictionary[RunState, StepReport] = weakref.WeakKeyDictionary()
+__all__ = ["Event", "record", "record_steps"]
 
 
 class Event(NamedTuple):
@@ -136,15 +131,10 @@ class StepRecorder(StepExtension):
 
     def end_step(self) -> None:
         """End the current step and keep its report. Do nothing if no part of the step has run."""
-        if report := self.report():
-            self.reports.append(report)
-
-    def report(self) -> StepReport | None:
-        """Return a report of the current step so far, or None if no part of the step has run."""
         if not self._ranges:
-            return None
+            return
         names, cuda = tuple(unit.name for unit in self._units), self._device.type == "cuda"
-        return sum_up(
+        report = sum_up(
             self._ranges,
             self._volume,
             MemoryTimeline(names, self._clock(), tuple(self._samples)),
@@ -154,6 +144,7 @@ class StepRecorder(StepExtension):
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
             peak_resident_bytes=peak_resident_bytes(),
         )
+        self.reports.append(report)
 
     def begin_forward(self, unit: Unit | None) -> None:
         self._doing.clear()  # a step that failed may have left entries
@@ -292,18 +283,3 @@ def record_steps(wrapper: ModuleProxy) -> Iterator[list[StepReport]]:
         finally:
             context.drop(recorder)
             recorder.end_step()
-            if recorder.reports:
-                _last_reports[context] = recorder.reports[-1]
-
-
-def last_report(context: RunState) -> StepReport:
-    """Return the report of the last recorded step; see ``ShardedWrapper.step_report``."""
-    recorder, report = context.extension(StepRecorder.name), _last_reports.get(context)
-    if recorder is not None:
-        report = recorder.report() or [report, *recorder.reports][-1]
-    if report is None:
-        raise RuntimeError(
-            "step_report: no step was recorded. Run at least one forward and backward inside "
-            "`with model.record_steps():` before step_report()."
-        )
-    return report

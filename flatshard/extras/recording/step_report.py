@@ -1,9 +1,8 @@
-"""``StepReport``: the time and memory of a rank in a step, as data, as a table and as a plot."""
+"""``StepReport``: the time and memory of a rank in a step, as data and as a table."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,6 @@ from typing import Any, NamedTuple
 
 from flatshard.engine.events import Kind
 from flatshard.extras import show_bytes, tabulate
-
-_MIB = 2**20
 
 
 class MemorySample(NamedTuple):
@@ -172,49 +169,6 @@ class StepReport:
         names += ["other_seconds", "blocked_seconds", "moved_bytes"]
         figures = {name: getattr(self, name) for name in names}
         return {**figures, "units": [dataclasses.asdict(unit) for unit in self.units]}
-
-    def plot_memory(self, path: str) -> None:
-        """Plot the memory of unsharded parameters and gradients over the step, stacked by unit.
-
-        Args:
-            path: file to write. The suffix determines the format.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            OSError: ``path`` cannot be written.
-        """
-        try:  # import matplotlib only when a plot is made: it is optional, and slow to import
-            figures = importlib.import_module("matplotlib.figure")
-            turbo: Any = importlib.import_module("matplotlib.cm").turbo
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                "plots of memory need matplotlib, which is not installed. "
-                "Run: pip install matplotlib"
-            ) from error
-        figure = figures.Figure(figsize=(10, 4), layout="constrained")
-        axes, names = figure.subplots(), [unit.name or "(root)" for unit in self.units]
-        # Present memory in MiB: the unsharded parameters of each unit, then the gradients of each.
-        held = [0.0] * (2 * len(names))
-        columns = []
-        for sample in self.memory.samples:
-            held[sample.unit] = sample.gathered_bytes / _MIB
-            held[len(names) + sample.unit] = sample.gradient_bytes / _MIB
-            columns.append(list(held))
-        # The unsharded parameters are at the bottom, and the gradients (hatched) above.
-        bands = axes.stackplot(
-            [1000 * at for at in (*(one.seconds for one in self.memory.samples), self.seconds)],
-            list(zip(*columns, held, strict=True)),
-            colors=2 * [turbo((i + 0.5) / len(names)) for i in range(len(names))],
-            labels=[*names, *(f"{name}: gradients" for name in names)],
-            step="post",
-        )
-        for band in bands[len(names) :]:
-            band.set(hatch="////", alpha=0.5)
-        axes.set(xlabel="ms since the step began", ylabel="MiB", xmargin=0)
-        title = f"rank {self.rank}, step {self.number}"
-        axes.set_title(title, loc="left", fontsize="medium")
-        figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(names) // 20)
-        figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
         header = (

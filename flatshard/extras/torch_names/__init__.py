@@ -87,7 +87,7 @@ _MISSING = {
     "state dicts have the unwrapped model's names": "rekey_optim_state_dict",
     "use `.module`": "_fsdp_wrapped_module",
     "use `parameters()`": "params",
-    "use `step_report()`": "training_state",
+    "use `record_steps()`": "training_state",
     "use `with model.no_sync():`": "set_requires_gradient_sync",
     "use `with model.no_sync(replicas_only=True):`": "set_requires_all_reduce",
     "the first backward outside of `no_sync` reduces": "set_is_last_backward",

@@ -434,8 +434,8 @@ def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> No
                 view = chain[number]._parameters[name].data.view(-1)
                 weights.append(view.clone())
                 with pytest.raises(RuntimeError, match="the edit would be lost"):
-                    view.zero_()  # what the next parameters are read from stays as it was
-            chain[2].weight.mul_(3)  # what was gathered with the others is stale
+                    view.zero_()
+            chain[2].weight.mul_(3)
         weights.append(chain[3].weight.data.view(-1))
     full = snapshot(sharded)
     names = ("0.weight", "0.bias", "2.weight", "2.bias", "3.weight")
@@ -451,6 +451,20 @@ def test_an_average_that_differs_between_ranks(rank: int, world: int) -> None:
     mean = torch.full((4, 4), float(rank))
     with pytest.raises(CollectiveError, match="different collectives"):
         mean.copy_(0.1 * weight + 0.9 * mean)
+
+
+@on_ranks(2)
+def test_a_shard_is_written_on_one_rank_between_reads(rank: int, world: int) -> None:
+    """Later reads of the same unit begin the same collectives on all ranks."""
+    model = ShardedWrapper(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))))
+    params, found = [*model.parameters()], []
+    with torch.no_grad(), allow_warnings(UserWarning):
+        for number, param in enumerate(params):
+            found.append(param.data.view(-1).clone())
+            if number == 1 and rank == 0:
+                params[-1].local.add_(1)
+        changed = params[-1].full_tensor()
+    assert_same(found[-1], changed.view(-1), 0.0, 0.0)
 
 
 @pytest.mark.skipif(default_extra("deadlock") is None, reason="ranks would wait")

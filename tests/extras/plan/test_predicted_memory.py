@@ -60,7 +60,7 @@ def test_predicted_bytes_are_held(rank: int, world_size: int) -> None:
         keywords = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "collectives": "native", **way}
         model = ShardedWrapper(build(), **keywords)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with model.record_steps():
+        with model.record_steps() as reports:
             for _ in range(3):
                 optimizer.zero_grad()
                 step(model).backward()
@@ -70,7 +70,7 @@ def test_predicted_bytes_are_held(rank: int, world_size: int) -> None:
         keywords |= {"ranks_per_node": 2, "optimizer_bytes": 4}
         _, flats = plan_flats(build(), world_size=world_size, **keywords)
         replay = Replay(trace, flats, Machine(CPU, 2))
-        planned, handles, report = replay.run(), handles_in(model), model.step_report()
+        planned, handles, report = replay.run(), handles_in(model), reports[-1]
         with naming(way):
             trained = [p for p in model.parameters() if p.grad is not None]
             found = planned.persistent
