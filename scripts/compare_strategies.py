@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dic
         with collectives.record() as events:
             step(args.steps + 1)
         moved = sum(WEIGHTS.get(event.kind, 0) * event.nbytes for event in events)
-        gathered_now = reports[-1].memory.totals()[-1][1]
+        gathered_now = reports[-1].memory[-1].gathered_bytes
     rows = rows_of_step(text, 0, args)
     loss_of(model, rows.to(device)).backward()  # the gradients of a step, to count their memory
     held = memory_report(model, optimizer)

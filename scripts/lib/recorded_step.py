@@ -84,7 +84,7 @@ def record_step(
     if not sharded:
         return {**memory, **step, "ranges": [], "moved_bytes": 2 * held_bytes(model.parameters())}
     report = reports[number]
-    samples = [one for one in report.memory.totals() if one[0] <= step["backward_end"]]
+    samples = [tuple(one) for one in report.memory if one.seconds <= step["backward_end"]]
     # After their reduction, the gradients are in `.grad`, and no longer in the recorded samples.
     reduced = samples.pop()[0] if samples[-1][1:] == (0, 0) else step["backward_end"]
     samples.append((reduced, 0, memory["gradient_bytes"]))

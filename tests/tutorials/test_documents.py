@@ -445,6 +445,14 @@ SHORTER = {
 
 RUNS_THESE = "bash scripts/test.sh"
 
+LANGUAGE_MODEL = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256), nn.Linear(256, 64))
+"""
+
 
 def commands() -> list[str]:
     lines = [line.split("  #")[0].strip() for fence in SHELL for line in fence.text.splitlines()]
@@ -459,6 +467,8 @@ def test_command(command: str, tmp_path: Path) -> None:
     for name in ("scripts", "tests", "flatshard", "pyproject.toml", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage" / "models.py").write_text(LANGUAGE_MODEL)
     binaries = tmp_path / "venv" / "bin"
     binaries.mkdir(parents=True)
     # To install is not what this is about.
@@ -642,8 +652,7 @@ def test_reference_names_all_that_is_public() -> None:
 
 FRAMEWORKS = ("accelerate", "lightning", "pipelining", "transformers")
 LEFT_OUT = {  # for the library itself
-    f"flatshard.extras.recording.step_report.{name}"
-    for name in ("MemorySample", "MemoryTimeline", "sum_up")
+    f"flatshard.extras.recording.step_report.{name}" for name in ("MemorySample", "sum_up")
 }
 
 

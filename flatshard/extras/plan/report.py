@@ -313,8 +313,8 @@ def plan(
     Args:
         spec: a function that returns the model, or a tuple of the model and its ``step``.
             ``plan`` calls the function under ``torch.device("meta")``, so the model's tensors have
-            no memory. Or a text: the name of a preset (``"llama3-8b"``), the path of a Hugging
-            Face ``config.json``, or ``"package.module:function"``.
+            no memory. Or a text: the path of a Hugging Face ``config.json``, or
+            ``"package.module:function"``.
         step: a function that gets the model, runs a forward and returns the loss. None: the model
             is a language model, which takes token ids of shape ``(batch, seq)``.
         options: all optional:
@@ -349,7 +349,7 @@ def plan(
         TypeError: ``step`` is None, and the model does not return logits; or ``step`` does not
             return a loss.
     """
-    build = read_spec(spec, options.get("seq", Target.seq)) if isinstance(spec, str) else spec
+    build = read_spec(spec) if isinstance(spec, str) else spec
     target = Target(build, step, **options)
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "model")
     made = TrainingPlan(name, target, target.choices())
@@ -361,7 +361,7 @@ def plan(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add: Any = parser.add_argument
-    add("spec", help="a preset (llama3-8b), a config.json, or package.module:function")
+    add("spec", help="a config.json, or package.module:function")
     # The docstring of `plan` explains each option in an item of a list: "- ``name``: text".
     items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
     texts = {name: " ".join(text.replace("`", "").split()) for name, text in items}

@@ -19,13 +19,7 @@ from flatshard.comm.communicator import LISTENERS
 from flatshard.engine.events import Kind, StepExtension
 from flatshard.engine.unit import Unit
 from flatshard.extras import peak_resident_bytes
-from flatshard.extras.recording.step_report import (
-    MemorySample,
-    MemoryTimeline,
-    Range,
-    StepReport,
-    sum_up,
-)
+from flatshard.extras.recording.step_report import MemorySample, Range, StepReport, sum_up
 from flatshard.module.wrappers import unit_of
 from flatshard.units.module_proxy import ModuleProxy
 
@@ -107,7 +101,6 @@ class StepRecorder(StepExtension):
         # order, the inner unit, which has the parameters, comes last and wins.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = of.settings.ranks.world.rank, of.settings.device
-        self._epoch = time.time() - time.perf_counter()
         self._doing: list[_Doing] = []
         self._begin_step()
 
@@ -116,11 +109,12 @@ class StepRecorder(StepExtension):
     def _begin_step(self) -> None:
         self._began, self._since = time.perf_counter(), 0.0
         self._ranges: list[Range] = []
-        self._samples: list[MemorySample] = []
+        self._samples = [MemorySample(0.0, 0, 0)]
         self._volume: Counter[tuple[int | None, str]] = Counter()
         # Start time of each forward pass, backward pass and collective that has not ended.
         self._in_flight: dict[tuple[Kind, int | None], float] = {}
-        self._held: dict[int, tuple[int, int]] = {}
+        # Bytes of unsharded parameters and of gradients of each unit in the last sample.
+        self._held: dict[Unit, tuple[int, int]] = {}
         # Drop collectives that were started between two steps.
         self._events.clear()
         # Whether the next forward begins a new step.
@@ -133,14 +127,15 @@ class StepRecorder(StepExtension):
         """End the current step and keep its report. Do nothing if no part of the step has run."""
         if not self._ranges:
             return
-        names, cuda = tuple(unit.name for unit in self._units), self._device.type == "cuda"
+        cuda = self._device.type == "cuda"
         report = sum_up(
+            [unit.name for unit in self._units],
             self._ranges,
             self._volume,
-            MemoryTimeline(names, self._clock(), tuple(self._samples)),
+            self._samples,
             number=len(self.reports),
             rank=self._rank,
-            began=self._epoch + self._began,
+            seconds=self._clock(),
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
             peak_resident_bytes=peak_resident_bytes(),
         )
@@ -253,13 +248,17 @@ class StepRecorder(StepExtension):
         self._look_at([unit])
 
     def _look_at(self, units: Iterable[Unit]) -> None:
-        """Record a sample of each unit whose memory has changed since its last sample."""
+        """Record a sample of the memory if the memory of ``units`` has changed."""
         for unit in units:
+            before = self._held.get(unit, (0, 0))
             gathered = sum(handle.unsharded_bytes for handle in unit.handles)
-            held = gathered, sum(handle.grads.nbytes for handle in unit.handles)
-            if self._held.get(unit.index, (0, 0)) != held:
-                self._held[unit.index] = held
-                self._samples.append(MemorySample(self._clock(), unit.index, *held))
+            gradients = sum(handle.grads.nbytes for handle in unit.handles)
+            if before != (gathered, gradients):
+                self._held[unit] = gathered, gradients
+                _, gathered_before, gradients_before = self._samples[-1]
+                gathered += gathered_before - before[0]
+                gradients += gradients_before - before[1]
+                self._samples.append(MemorySample(self._clock(), gathered, gradients))
 
 
 # ------------------------------------------------------------ a recording

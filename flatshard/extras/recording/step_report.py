@@ -13,35 +13,11 @@ from flatshard.extras import show_bytes, tabulate
 
 
 class MemorySample(NamedTuple):
-    """Memory of a unit without its shards, from ``seconds`` until the unit's next sample."""
+    """Memory of all units, without their shards, from ``seconds`` until the next sample."""
 
     seconds: float  # since the step began
-    unit: int
     gathered_bytes: int  # unsharded parameters and secondary shards
     gradient_bytes: int  # gradients that accumulate or are being reduced
-
-
-@dataclass(frozen=True)
-class MemoryTimeline:
-    """Memory of all units on one rank during a step, without the shards."""
-
-    units: tuple[str, ...]  # names of the units; ``MemorySample.unit`` is an index of this tuple
-    seconds: float  # duration of the step
-    samples: tuple[MemorySample, ...]  # a unit without an earlier sample has zero bytes
-
-    def totals(self) -> list[tuple[float, int, int]]:
-        """Return the memory of all units together, after each sample.
-
-        Each element has three values: the time of the sample, the bytes of unsharded parameters and
-        secondary shards, and the bytes of gradients.
-        """
-        held: dict[int, list[int]] = {}
-        found = []
-        for seconds, unit, *nbytes in self.samples:
-            held[unit] = nbytes
-            gathered, gradients = map(sum, zip(*held.values(), strict=True))
-            found.append((seconds, gathered, gradients))
-        return found
 
 
 class Range(NamedTuple):
@@ -105,7 +81,6 @@ class StepReport:
     Attributes:
         number: number of steps recorded before this step.
         rank: this rank's number among the ranks of the model.
-        began: start of the step, in Unix time.
         seconds: duration of the step.
         forward_seconds: time in the outermost forward, with waits.
         backward_seconds: time from the first gradient of an output to the end of backward, with
@@ -120,14 +95,13 @@ class StepReport:
         peak_held_bytes: peak memory of unsharded parameters and gradients together.
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
         peak_resident_bytes: peak RSS of the process since the start.
-        memory: memory over time, by unit.
+        memory: samples of the memory of all units over time. The first sample is always zero bytes.
         ranges: ranges of time, in the order of their ends. A range is work of the training thread,
             or a collective from its start to its end.
     """
 
     number: int
     rank: int
-    began: float
     seconds: float
     forward_seconds: float
     backward_seconds: float
@@ -139,7 +113,7 @@ class StepReport:
     peak_held_bytes: int
     peak_allocated_bytes: int | None
     peak_resident_bytes: int
-    memory: MemoryTimeline = dataclasses.field(repr=False)
+    memory: tuple[MemorySample, ...] = dataclasses.field(repr=False)
     ranges: tuple[Range, ...] = dataclasses.field(repr=False)
 
     @property
@@ -161,14 +135,6 @@ class StepReport:
             for unit in self.units
         )
         return self.other_bytes + sum(of_units)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields except ``memory`` and ``ranges``, as a dict for JSON."""
-        others = ("units", "memory", "ranges")
-        names = [one.name for one in dataclasses.fields(self) if one.name not in others]
-        names += ["other_seconds", "blocked_seconds", "moved_bytes"]
-        figures = {name: getattr(self, name) for name in names}
-        return {**figures, "units": [dataclasses.asdict(unit) for unit in self.units]}
 
     def __str__(self) -> str:
         header = (
@@ -212,35 +178,33 @@ def _ms(seconds: float) -> str:
 
 
 def sum_up(
+    names: Sequence[str],
     ranges: Sequence[Range],
     volume: Mapping[tuple[int | None, str], int],
-    memory: MemoryTimeline,
+    memory: Sequence[MemorySample],
     **figures: Any,
 ) -> StepReport:
-    """Make a report of a step: the time of each kind of work, bytes sent, and memory."""
+    """Make a report of a step from the units' names, ranges of time, bytes sent, and memory."""
     # The training thread's ranges never overlap, so their sum is at most the step's time.
     # All-gathers and reductions are not work of the thread, and may overlap.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:
         seconds[kind, unit] += end - begin
     units = []
-    for index, name in enumerate(memory.units):
+    for index, name in enumerate(names):
         times: list[Any] = [seconds[kind, index] for kind in _TIMES]
         sizes = [volume.get((index, purpose), 0) for purpose in _PURPOSES]
         units.append(UnitReport(name, *times, *sizes))
-    # Zero bytes before the first sample.
-    held = [(0, 0), *(each for _, *each in memory.totals())]
     return StepReport(
-        seconds=memory.seconds,
         forward_seconds=seconds[Kind.FORWARD_PASS, None],
         backward_seconds=seconds[Kind.BACKWARD_PASS, None],
         ranks_wait_seconds=seconds[Kind.RANKS_WAIT, None],
         other_bytes=sum(count for (unit, _), count in volume.items() if unit is None),
         units=tuple(units),
-        peak_gathered_bytes=max(gathered for gathered, _ in held),
-        peak_gradient_bytes=max(gradients for _, gradients in held),
-        peak_held_bytes=max(map(sum, held)),
-        memory=memory,
+        peak_gathered_bytes=max(one.gathered_bytes for one in memory),
+        peak_gradient_bytes=max(one.gradient_bytes for one in memory),
+        peak_held_bytes=max(one.gathered_bytes + one.gradient_bytes for one in memory),
+        memory=tuple(memory),
         ranges=tuple(ranges),
         **figures,
     )

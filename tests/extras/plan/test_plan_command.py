@@ -70,7 +70,7 @@ def test_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_have_the_names_of_the_keywords() -> None:
     parser = ArgumentParser()
     add_arguments(parser)
-    options = {*vars(parser.parse_args(["llama3-8b"]))} - {"json"}
+    options = {*vars(parser.parse_args([SPEC]))} - {"json"}
     keywords = {one.name for one in fields(Target)} | {"spec"}
     assert options <= keywords
     # Only these keywords have no option: their values cannot be written on a command line.
@@ -114,7 +114,7 @@ def test_what_to_change_and_the_code_to_paste() -> None:
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        ([f"{__name__}:Nothing"], "is neither a preset"),
+        ([f"{__name__}:Nothing"], "is neither a config.json nor a function"),
         (["os.path"], "os.path is a module"),
         (["nowhere.json"], "cannot be read as a configuration"),
         ([*SMALL, "--batch", "0"], "batch must be at least 1, got 0"),
@@ -139,7 +139,7 @@ def test_architectures_of_transformers(tmp_path: Path, capsys: pytest.CaptureFix
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "state_size": 4}
     config.write_text(json.dumps({"model_type": "mamba", **sizes}))
     with torch.device("meta"):
-        assert type(read_spec(str(config), 8)()).__name__ == "MambaForCausalLM"
+        assert type(read_spec(str(config))()).__name__ == "MambaForCausalLM"
 
 
 def test_a_model_of_another_kind() -> None:

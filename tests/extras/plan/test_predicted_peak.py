@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.extras.plan.hardware import Device, Machine
-from flatshard.extras.plan.models import Llama, Step, language_step
+from flatshard.extras.plan.models import Step, language_step
 from flatshard.extras.plan.replay import TracedModel
 from flatshard.extras.plan.trace import checkpoint_blocks
 from flatshard.wrap import ModuleWrapPolicy
@@ -95,11 +95,6 @@ class ConvBlock(nn.Module):
         return torch.relu(self.norm2(self.conv2(y)) + self.skip(x))
 
 
-def llama() -> nn.Module:
-    sizes = {"layers": 4, "width": 384, "heads": 8, "kv_heads": 4, "hidden": 1024}
-    return Llama(**sizes, vocab=VOCABULARY, seq=LENGTH)
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 512), *(Block(512) for _ in range(6)), nn.Linear(512, 10))
 
@@ -112,12 +107,13 @@ def convnet() -> nn.Module:
     return nn.Sequential(stem, *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
-def hugging_face() -> nn.Module:
-    from transformers import AutoModelForCausalLM, Qwen2Config
+def hugging_face(kind: str, width: int) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 320, "intermediate_size": 1024}
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": width}
+    sizes |= {"intermediate_size": 1024, "max_position_embeddings": LENGTH, "use_cache": False}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
-    config = Qwen2Config(max_position_embeddings=LENGTH, use_cache=False, **sizes, **heads)
+    config = AutoConfig.for_model(kind, **sizes, **heads)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")  # type: ignore[no-any-return]
 
 
@@ -144,14 +140,14 @@ class Kind:
 
 language = partial(language_step, seq=LENGTH)
 MODELS = {
-    "llama": Kind(llama, language, frozenset({"LlamaBlock"})),
+    "llama": Kind(partial(hugging_face, "llama", 384), language, frozenset({"LlamaDecoderLayer"})),
     "gpt": Kind(Gpt, language, frozenset({"GptBlock"})),
     "tied": Kind(partial(Gpt, is_tied=True), language, frozenset({"GptBlock"})),
     "frozen": Kind(partial(Gpt, num_frozen=4), language, frozenset({"GptBlock"})),
     "embedding": Kind(Gpt, language, frozenset({"GptBlock", "Embedding"})),
     "mlp": Kind(mlp, lambda batch: rows_step(batch, 64), frozenset({"Block"})),
     "convnet": Kind(convnet, lambda batch: rows_step(batch, 3, 32, 32), frozenset({"ConvBlock"})),
-    "hf": Kind(hugging_face, language, frozenset({"Qwen2DecoderLayer"})),
+    "qwen": Kind(partial(hugging_face, "qwen2", 320), language, frozenset({"Qwen2DecoderLayer"})),
 }
 
 PRECISIONS = {
@@ -233,10 +229,10 @@ CASES = [
     C("convnet", "SHARD_GRAD_OP", 3, 8, optimizer="momentum"),
     C("convnet", "NO_SHARD", 2, 32, optimizer="sgd"),
     C("convnet", "SHARD_OP", 2, 16),
-    C("hf", "FULL_SHARD", 2, 4),
-    C("hf", "FULL_SHARD", 2, 4, "block", "mixed"),
-    C("hf", "SHARD_GRAD_OP", 4, 2),
-    C("hf", "NO_SHARD", 2, 4),
+    C("qwen", "FULL_SHARD", 2, 4),
+    C("qwen", "FULL_SHARD", 2, 4, "block", "mixed"),
+    C("qwen", "SHARD_GRAD_OP", 4, 2),
+    C("qwen", "NO_SHARD", 2, 4),
 ]
 QUICK = [C("mlp", "FULL_SHARD", 2, 256)]
 
