@@ -29,20 +29,15 @@ from flatshard.extras.deadlock import detector, gpu, program
 from flatshard.extras.deadlock.detector import Deadlock
 from flatshard.extras.deadlock.program import UNKNOWN, BlockedWait, OwnWait
 
-# Minimum duration of a wait that is logged.
-PATIENCE_SECONDS = 60.0
-# Minimum duration of a logged wait in the constructor of a wrapper. This minimum is shorter: if
-# another rank uses another wrapper (DDP), only this rank's log tells the user about the wait.
-MEETING_SECONDS = 10.0
+# Minimum durations of waits that are logged: of all waits, and of waits in the constructor of a
+# wrapper. If another rank uses another wrapper (DDP), only this rank's log tells the user.
+PATIENCE_SECONDS, MEETING_SECONDS = 60.0, 10.0
 
-_MEETING_REMEDY = (
-    "If another rank is only slow, this wait ends by itself. If it does not wrap its model, or "
-    "uses DistributedDataParallel, the wait never ends: wrap the same model on every rank."
-)
 _REMEDY = (
-    "If another rank is only slow, this wait ends by itself. If another rank is past this call, "
-    "the wait never ends: call forward, backward, state_dict() and every other collective on every "
-    "rank, not under `if rank == 0:`."
+    "If another rank is only slow, this wait ends by itself. If another rank is past this call, or "
+    "uses DistributedDataParallel, the wait never ends: wrap the same model on every rank, and "
+    "call forward, backward, state_dict() and every other collective on every rank, not under `if "
+    "rank == 0:`."
 )
 
 _END_SECONDS = 5.0  # at exit, maximum time to wait for the end of a running check
@@ -54,8 +49,6 @@ _warn_once = cache(_logger.warning)
 
 
 class Watchdog(CollectiveWatch):
-    """Watches all waits of this process for collectives, in a thread; see the module docstring."""
-
     def __init__(self) -> None:
         self._pid = 0  # id of the process in which the watchdog's thread runs; 0: not started
         self._waits: dict[watched, BlockedWait] = {}  # waits of all threads at the last `look`
@@ -65,9 +58,7 @@ class Watchdog(CollectiveWatch):
         # a backend's C++ code when Python ends, that code would end the process with SIGABRT.
         self._looking = threading.Lock()
         self._deadlock = Deadlock()
-        # The user's program waits in a collective of its own, as the last `look` found. None: it
-        # does not.
-        self._own: OwnWait | None = None
+        self._own: OwnWait | None = None  # wait in a collective of the program, at the last `look`
         self._gpu_waits = gpu.GpuWaits()
 
     def add_group(self, history: History) -> None:
@@ -75,9 +66,7 @@ class Watchdog(CollectiveWatch):
             self._start()
         detector.histories[history.name] = history
         detector.default_store()
-        # From now on, other ranks may wait for this rank. So tell the other ranks when the program
-        # on this rank ends.
-        tell_of_end()
+        tell_of_end()  # from now on, other ranks may wait for this rank
 
     def explain(self, wait: watched) -> str | None:
         reason = detector.explain(self._waits.get(wait) or _blocked(wait))
@@ -112,7 +101,7 @@ class Watchdog(CollectiveWatch):
                 _warn_once(f"a check for deadlocks failed, and is tried again: {error}")
 
     def look(self) -> None:
-        """Check all present waits once: log long waits, and end waits that never end."""
+        """Log long waits, and end waits that never end."""
         if self._looking.acquire(timeout=_END_SECONDS):
             try:
                 self._look()
@@ -136,9 +125,7 @@ class Watchdog(CollectiveWatch):
             patience = min(MEETING_SECONDS, PATIENCE_SECONDS) if is_meeting else PATIENCE_SECONDS
             if not wait.was_logged and now - wait.began >= patience:
                 wait.was_logged = True
-                _logger.warning(
-                    "waiting for %d seconds: %s", now - wait.began, self._about(wait, is_meeting)
-                )
+                _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
         # Look for a deadlock only if a single thread communicates. A second thread that does not
         # wait may still begin the collective that the other ranks need.
         if len(self._users) == 1:
@@ -151,8 +138,7 @@ class Watchdog(CollectiveWatch):
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
         """Return the innermost wait of thread ``user``, or None if the thread does not wait.
 
-        The innermost wait is the last of ``waits`` (in flatshard's collectives on the host), a wait
-        in a collective of the user's program, or a wait for an NCCL collective on the GPU.
+        ``waits``: the waits for flatshard's collectives on the host, the innermost last.
         """
         wait, after = waits[-1] if waits else None, detector.FIRST_LOOK_SECONDS
         if wait is not None and wait.need is not UNKNOWN:
@@ -166,7 +152,7 @@ class Watchdog(CollectiveWatch):
         gathers = {history.described for history in detector.known_histories()}
         return self._gpu_waits.look(user, after, gathers) or wait
 
-    def _about(self, wait: BlockedWait, is_meeting: bool) -> str:
+    def _about(self, wait: BlockedWait) -> str:
         lines = [wait.text()]
         if len(self._users) > 1:
             lines.append(
@@ -179,7 +165,7 @@ class Watchdog(CollectiveWatch):
                 f"No wait is reported by rank {elsewhere}, which computes, has ended, or waits in "
                 "send(), recv() or an asynchronous work of the program"
             )
-        return ". ".join([*lines, _MEETING_REMEDY if is_meeting else _REMEDY])
+        return ". ".join([*lines, _REMEDY])
 
 
 def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
@@ -187,13 +173,12 @@ def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
 
 
 def tell_of_end() -> None:
-    """Install exit hooks that tell the other ranks immediately how the user's program ended."""
-    # Other ranks notice the end of a process only after its exit handlers, which may take long. For
-    # an uncaught exception, Python calls `sys.excepthook` before the exit handlers.
+    """Install exit hooks that tell the other ranks how the user's program ended."""
+    # Exit handlers of libraries may take long. For an uncaught exception, Python calls
+    # `sys.excepthook` before the exit handlers.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
-    # Python runs exit handlers in reverse order of registration. Register again to be the last, so
-    # that the other ranks are told before handlers of libraries run.
+    # Python runs the exit handler first that was registered last.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit() or the end of its program")
 

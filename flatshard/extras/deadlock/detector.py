@@ -15,10 +15,9 @@ The proof covers collectives of flatshard and of the user's program (see the not
 and ``gpu.py``). A rank that computes publishes nothing, so a wait for a slow rank is never reported
 as a deadlock. A process in which several threads communicate publishes nothing either.
 
-[Note: traffic]
-The number of bytes does not grow with the number of ranks. A report names at most ``_ASKED`` ranks
-for which the rank waits, and a rank reads at most ``_READ`` reports. A rank that finds a deadlock
-publishes a finding under the name of each process group concerned, where all waiting ranks read it.
+The traffic of a rank does not grow with the number of ranks, see ``_ASKED`` and ``_READ``. A rank
+that finds a deadlock publishes a finding under the name of each process group concerned, where all
+waiting ranks read it.
 """
 
 from __future__ import annotations
@@ -50,13 +49,12 @@ _ENDED = -1  # value of ``_Report.wait`` after the program has ended
 
 # Minimum duration of a wait that a rank publishes.
 FIRST_LOOK_SECONDS = 3.0
-
+# Time until the next check of a wait: if the wait may be in a deadlock, and otherwise.
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
-# A rank may wait for many ranks, but reads the reports of at most this number of them. One report
-# of an awaited rank is enough to prove a deadlock.
+# Of the ranks for which a rank waits, the maximum number whose reports are read. One report is
+# enough to prove a deadlock.
 _ASKED = 16
-# Maximum number of reports read by a rank in a check (`Deadlock.look`).
-_READ = 4 * _ASKED
+_READ = 4 * _ASKED  # maximum number of reports that a rank reads in a check
 # After a finding about a collective of the user's program, a rank stays in its wait for this number
 # of checks, so that the other ranks read and log the finding.
 _LEAVE_LOOKS = 2
@@ -65,12 +63,8 @@ _WORDS = 400  # maximum number of characters of a wait's description that a rank
 # For each process group and kind of collective: how many collectives a rank has begun, and the
 # latest of these collectives.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
-
-
 # Records of the collectives that this rank has begun, keyed by the process group's name.
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
-
-
 # For each default process group: the prefixed store for reports (see `default_store`).
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -96,7 +90,6 @@ class _Report(NamedTuple):
     time: float  # time of the publication, by `time.monotonic`
     text: str  # describes the wait, or how the program ended
     need: WaitCondition
-    # The collectives that the rank has begun.
     begun: AllBegun
 
     def to_json(self) -> str:
@@ -127,26 +120,20 @@ class Deadlock:
 
     def __init__(self) -> None:
         self._wait: BlockedWait | None = None
-        self._pause = self._next = 0.0  # seconds between checks, and the time of the next check
+        self._next = 0.0  # time of the next check
         self._heard: _Reports = {}  # reports of the ranks for which this rank waits
         self._before: _Reports = {}  # earlier reports of ranks that may be in a deadlock
         self._store: Any = None
         self._world: Any = None  # the default group that `_store` belongs to
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Check whether ``wait`` can end. If not, set ``wait.verdict`` and make the wait raise.
-
-        Called about once a second with the present wait, or None. Publishes the wait, and reads the
-        reports of other ranks.
-        """
+        """Check whether ``wait``, the present wait, can end. If not, make the wait raise."""
         if not dist.is_initialized():
             return
         if wait is not self._wait:
             self._withdraw()
             if wait is not None:
-                self._wait = wait
-                # The pauses between checks grow: 1, 2, 3, 3, ... seconds.
-                self._pause, self._next = LOOK_SECONDS / 2, wait.began + FIRST_LOOK_SECONDS
+                self._wait, self._next = wait, wait.began + FIRST_LOOK_SECONDS
         now = time.monotonic()
         if wait is None:
             self._compare(now)
@@ -160,7 +147,7 @@ class Deadlock:
         self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
             # Use a separate connection to the store: another thread may block the default one.
-            self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
+            self._store, self._world = default_store().clone(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
         self._heard = _reports_for(wait.need, self._store)
@@ -184,8 +171,7 @@ class Deadlock:
         waits, before = ({r: one.wait for r, one in x.items()} for x in (stuck, self._before))
         if waits != before:
             self._before = stuck
-        self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
-        self._next = now + self._pause
+        self._next = now + (LOOK_SECONDS if stuck else LONGEST_LOOK_SECONDS)
 
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
@@ -216,7 +202,7 @@ class Deadlock:
                 continue
             history.unchecked_since = 0.0
             kind = history.described
-            store, begun = _own_store(), history.begun[kind]
+            store, begun = default_store().clone(), history.begun[kind]
             need = WaitCondition(history.name, kind, begun, history.others)
             _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
             reason = _told(store, need) or _reason(need, _reports_for(need, store))
@@ -230,10 +216,7 @@ class Deadlock:
                 history.make_error = partial(gpu.own_error, problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Return the ranks for which this rank waits, and which do not report a wait themselves.
-
-        These ranks may compute, have ended, or wait in a way that flatshard cannot see.
-        """
+        """Return the ranks for which this rank waits, and which report no wait."""
         if wait is not self._wait or not wait.number:
             return []
         waiting = [rank for rank, report in self._heard.items() if report.wait]
@@ -276,7 +259,6 @@ class Deadlock:
         return _circle(reports)
 
     def _finding(self, wait: BlockedWait, stuck: _Reports, mine: _Report) -> _Finding | None:
-        """Return why the wait never ends, or None. ``stuck``: see ``_stuck``."""
         told = _told(self._store, wait.need)
         if known := told or _reason(wait.need, self._heard) or _mixed(mine, self._heard):
             return known
@@ -295,10 +277,7 @@ class Deadlock:
 
 
 def explain(wait: BlockedWait) -> str | None:
-    """Return why ``wait`` has failed with an error, or None if unknown.
-
-    Also reads findings about earlier waits in the group, because another rank may have ended there.
-    """
+    """Return why ``wait`` has failed with an error, or None if unknown."""
     if wait.verdict is None and wait.need is not UNKNOWN and dist.is_initialized():
         # If the store is gone, the caller raises only the backend's error.
         with contextlib.suppress(Exception):
@@ -307,8 +286,8 @@ def explain(wait: BlockedWait) -> str | None:
 
 
 def _why(need: WaitCondition) -> str | None:
-    """Return why a wait has failed: a published finding, or a reason in the ranks' reports."""
     store = default_store()
+    # Also take findings about earlier waits: another rank may have ended there.
     found = _told(store, need, is_exact=False) or _reason(need, _reports_for(need, store))
     return found and found.text
 
@@ -323,15 +302,11 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """Read the latest reports of at most ``_ASKED`` of the ranks in ``need``."""
     return _read(store, need.ranks[:_ASKED])
 
 
 def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
-    """Return why a wait with the condition ``need`` can never end, or None.
-
-    There are two reasons: another rank has ended, or ranks have begun different collectives.
-    """
+    """Return a finding if another rank has ended, or ranks have begun different collectives."""
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return _Finding(report.text, [])
@@ -352,9 +327,7 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
     """Return a finding if an NCCL collective of the program was matched with one of the model.
 
-    NCCL matches the n-th collective of a rank in a process group with the n-th collective of every
-    other rank. If a collective of the program is matched with one of the model, both wait forever.
-    ``reports``: the reports of other ranks.
+    NCCL matches the n-th collective of a rank in a process group with the n-th of every other rank.
     """
     for rank, report in reports.items():
         for group in mine.begun.keys() & report.begun.keys():
@@ -376,9 +349,9 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
 def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
     """Count the NCCL collectives that a rank has begun in ``group``: all, and the user program's.
 
-    Returns (0, 0) if the rank has begun none, or none of flatshard's. flatshard's collectives are
-    recorded under the group's name, perhaps with " on cuda" appended.
+    Returns (0, 0) if the rank has begun none, or none of flatshard's.
     """
+    # Names under which flatshard's collectives are recorded.
     names = (group, f"{group} on cuda")
     of_model = [k[name][0] for k in report.begun.values() for name in names if name in k]
     total, _ = report.begun[group].get(ON_GPU, (0, []))
@@ -399,10 +372,9 @@ def _all_begun() -> AllBegun:
 
 
 def _everything_begun(thread: int | None) -> AllBegun:
-    """Return the collectives that this rank has begun, in all process groups.
+    """Return the collectives that this rank has begun: flatshard's, and if known the program's.
 
-    ``thread``: the thread of the program that begins collectives. None: the program has ended. If
-    another thread may begin collectives too, the result has only collectives of flatshard.
+    ``thread``: the thread of the program that begins collectives. None: the program has ended.
     """
     begun, own = _all_begun(), program.begun(thread)
     for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
@@ -412,7 +384,7 @@ def _everything_begun(thread: int | None) -> AllBegun:
 
 
 def tell_end(how: str, thread: int | None) -> None:
-    """Publish how this rank's program has ended, so that ranks that wait for this rank raise."""
+    """Publish how this rank's program has ended."""
     text = f"rank {dist.get_rank()} ended by {how}"
     _publish(default_store(), _Report(_ENDED, 0, text, UNKNOWN, _everything_begun(thread)))
 
@@ -428,10 +400,8 @@ def log_failure(name: str, group: dist.ProcessGroup) -> None:
 def _circle(reports: _Reports) -> _Reports:
     """Return the largest subset of ``reports`` in which each rank waits for a rank of the subset.
 
-    If all ranks of the subset wait at the same moment, they are deadlocked (see [Note: proof]).
     Returns {} if this rank is not in the subset.
     """
-    # Repeatedly drop the ranks that do not wait for a remaining rank, until no rank is dropped.
     while True:
         stuck = {
             rank: report
@@ -457,19 +427,14 @@ def _in_words(stuck: _Reports) -> str:
 
 
 def default_store() -> Any:
-    """Return the store with the names under which this rank publishes.
-
-    For a new default process group, choose new names, and publish a first report.
-
-    After an error, a program may destroy its process group, and make a new one with the same store,
-    which still has the old reports. So reports of the new group need new names.
-    """
+    """Return the store with the names under which this rank publishes."""
     world: Any = dist.group.WORLD
     if world is not None and world not in _stores:
         store = world.get_group_store()
         if is_fake(world):  # no other ranks exist, and torch 2.11's FakeStore has no `add`
             store = dist.HashStore()  # type: ignore[attr-defined]
-        # Count the groups that this rank has made. Each rank has its own counter, so no rank waits.
+        # After an error, a program may destroy its process group, and make a new one with the same
+        # store, which still has the old reports. So count the groups that this rank has made.
         number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
@@ -477,10 +442,6 @@ def default_store() -> Any:
         # exist, and the call returns True only if all of them exist.
         _publish(_stores[world], _NO_WAIT)
     return None if world is None else _stores[world]
-
-
-def _own_store() -> Any:
-    return default_store().clone()
 
 
 def _publish(store: Any, report: _Report) -> None:
@@ -494,9 +455,7 @@ def _key(rank: int) -> str:
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
     """Publish ``finding`` for ranks that wait in one of ``groups``; return the finding to raise.
 
-    The finding also reaches ranks that wait in a group that the finding names, or in an NCCL group
-    in which this rank has begun a collective. If several ranks publish at the same time, all ranks
-    raise the first published finding, so that their errors have the same text.
+    If several ranks publish, all raise the finding that was first, and their errors are equal.
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
     for group in sorted(named):  # use the same order on all ranks
@@ -514,8 +473,7 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
     """Return the latest finding published for the group of ``need``, or None.
 
-    ``need``: the collective for which this rank waits. With ``is_exact``, return only a finding
-    about this collective.
+    With ``is_exact``, return only a finding about the collective ``need``.
     """
     key = f"deadlock/{need.group}"
     if not store.check([key]):

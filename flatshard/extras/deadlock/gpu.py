@@ -75,13 +75,9 @@ _raising = threading.Lock()
 
 
 class GpuWaits:
-    """Finds waits for NCCL collectives on the GPU, by looking at a thread about once a second."""
-
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # result of `begun` at the last call of `look`
-
-        # The instruction at which the thread was at the last call of `look` (`_place_of`), and when
-        # `look` first found the thread at this instruction.
+        # Result of `_place_of` at the last call of `look`, and when `look` first found this place.
         self._place: tuple[int, int, int] | None = None
         self._since = 0.0
         self._found: BlockedWait | None = None
@@ -90,8 +86,7 @@ class GpuWaits:
         """Return the wait of ``thread`` or a thread of autograd for an NCCL collective on the GPU.
 
         Returns None if the thread does not wait, or has waited for less than ``after_seconds``.
-        Call this method about once a second. ``gathers``: names of the process groups on which
-        flatshard all-gathers.
+        ``gathers``: names of the process groups on which flatshard all-gathers.
         """
         # First compare the numbers of begun collectives, which are fast to read. While a thread
         # trains, the numbers grow.
@@ -133,9 +128,9 @@ def take_back_error() -> str | None:
     """Cancel an error that ``end_waits`` has set in this thread, and return its text or None.
 
     Called when this thread is about to raise a ``CollectiveError`` for an aborted collective.
-    Without the call, the program would get a second error in the ``except`` clause of the first. A
-    thread of autograd cancels the error of the main thread, which raises autograd's errors.
+    Without the call, the program would get a second error in the ``except`` clause of the first.
     """
+    # A thread of autograd cancels the error of the main thread, which raises autograd's errors.
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
         thread = threading.main_thread()
@@ -161,18 +156,15 @@ def _cancel_error(thread: int) -> None:
 
 
 class _Cancelled(BaseException):
-    """Raised and caught when an error is cancelled."""
+    pass
 
 
 def own_error(text: str) -> CollectiveError:
-    """Return a ``CollectiveError`` to raise, and cancel an error that ``end_waits`` has set."""
     take_back_error()
     return CollectiveError(text)
 
 
 def _raise_in_thread(thread: int, text: str, since: float) -> None:
-    """Make ``thread`` raise ``CollectiveError(text)``; see ``end_waits``."""
-
     # Python calls the class without arguments in the thread, so the class contains the text.
     class Raised(CollectiveError):
         def __init__(self) -> None:
@@ -192,12 +184,10 @@ def _raise_in_thread(thread: int, text: str, since: float) -> None:
 
 
 def with_trace(text: str) -> str:
-    """Write the file of torch's flight recorder, and return ``text`` with the file's name.
+    """Write the file of torch's flight recorder if asked for; return ``text`` with its name.
 
     Torch itself writes the file only if a collective times out, but deadlock detection aborts the
-    collective before. Returns only ``text`` if the
-    user has not asked for the file (``_TRACE_PREFIXES``), if all NCCL collectives of this rank are
-    complete, or if writing fails.
+    collective before.
     """
     prefix = next(filter(None, map(os.environ.get, _TRACE_PREFIXES)), "")
     if prefix and _incomplete():
@@ -260,10 +250,9 @@ def _backends() -> dict[dist.ProcessGroup, Any]:
 def _incomplete() -> dict[dist.ProcessGroup, int]:
     """Return the number of the oldest incomplete NCCL collective in each process group.
 
-    A collective is incomplete if this rank has begun the collective, and the GPU has not finished
-    it. Torch's watchdog looks only every 0.1 seconds, so a finished collective may count as
-    incomplete for that long. Groups that this module has aborted are left out. {} if torch records
-    no collectives.
+    A collective is incomplete if this rank has begun it, and the GPU has not finished it. Torch's
+    watchdog looks only every 0.1 seconds, so a finished collective may count as incomplete for that
+    long. Groups that this module has aborted are left out.
     """
     backends = _backends()
     if not backends:
@@ -297,11 +286,7 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
 def _wait_at(
     place: tuple[int, int, int], since: float, gathers: Set[Hashable]
 ) -> BlockedWait | None:
-    """Return a wait for the oldest incomplete NCCL collective, or None if all are complete.
-
-    ``place``: see ``_place_of``. ``gathers``: names of the groups on which flatshard all-gathers.
-    If several groups have incomplete collectives, the wait is for any of them.
-    """
+    """Return a wait for the oldest incomplete NCCL collective of any group, or None."""
     thread, _, instruction = place
     for group, number in _incomplete().items():
         name = group.group_name
@@ -317,8 +302,7 @@ def _place_of(thread: int) -> tuple[int, int, int] | None:
     """Return where ``thread``, or a thread of autograd, may wait for the GPU; otherwise None.
 
     Returns the thread's identifier, the id of the frame, and the offset of the instruction (or
-    ``_IN_POLLS``). Autograd's threads, which Python did not start, run the program's hooks while
-    ``thread`` is in ``backward()``.
+    ``_IN_POLLS``). Python did not start autograd's threads, which run the program's hooks.
     """
     of_python = {
         one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)

@@ -26,7 +26,6 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -67,7 +66,6 @@ class BlockedWait:
     began: float = field(default_factory=time.monotonic)
 
     def text(self) -> str:
-        """Return the name of the collective and the line of the user's program that waits."""
         line, words = line_of(self.thread), self.describe()
         return f"{words}, at {line}" if line else words
 
@@ -85,10 +83,7 @@ class OwnWait(BlockedWait):
         self.work, self._group = weakref.ref(work), group
 
     def is_known(self, after_seconds: float) -> bool:
-        """Whether ``need`` is known: the collective's number, and the ranks that must begin it.
-
-        Reads the number once, after some seconds: reading is slow, and most waits are short.
-        """
+        """Whether ``need`` is known. Reads the collective's number once, after some seconds."""
         if not self._was_asked and time.monotonic() - self.began >= after_seconds:
             self._was_asked, name = True, self._group.group_name
             last = _last_of_groups(_recorded()).get(name)
@@ -159,8 +154,7 @@ def begun(thread: int | None) -> dict[str, int]:
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
             at_most[name] = _sequence_number(group)
-    # Reading the recorder is slow (70 ms), so read only if a collective has begun since last time.
-    records = _recorded_at(frozenset(at_most.items()))
+    records = _recorded()
     if thread is not None and not _is_alone(thread, records):
         return {}
     last = {name: int(r["collective_seq_id"]) for name, r in _last_of_groups(records).items()}
@@ -177,10 +171,7 @@ def is_member(rank: int, group: str) -> bool:
 
 
 def line_of(thread: int) -> str:
-    """Return the line of the program that a thread runs: file, line number and source text.
-
-    Returns "" if neither the thread nor the main thread runs code of the program.
-    """
+    """Return file, number and text of the program's line that a thread runs, or ""."""
     # On an accelerator, backward runs in a thread of autograd, while the main thread waits in the
     # program's line that called `backward()`.
     for one in (thread, threading.main_thread().ident):
@@ -190,11 +181,7 @@ def line_of(thread: int) -> str:
 
 
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
-    """Whether ``thread`` is probably the only thread that begins collectives.
-
-    True if no other thread has begun a collective, and no other thread runs code of the program, or
-    of torch outside of ``_HARMLESS``.
-    """
+    """Whether ``thread`` is probably the only thread that begins collectives."""
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     for other, frame in sys._current_frames().items():
@@ -211,10 +198,7 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
 
 
 def _is_in_backward(frame: FrameType) -> bool:
-    """Whether the thread of ``frame`` is in ``backward()``, and waits for autograd's threads.
-
-    Autograd's threads run the hooks of the backward. The waiting thread begins no collective.
-    """
+    """Whether the thread of ``frame`` only waits for autograd's threads, in ``backward()``."""
     code = frame.f_code
     return code.co_name == "_engine_run_backward" and code.co_filename.startswith(_TORCH)
 
@@ -236,12 +220,6 @@ def _recorded() -> list[dict[str, Any]]:
     return []
 
 
-@lru_cache(maxsize=1)
-def _recorded_at(_numbers: frozenset[tuple[str, int]]) -> list[dict[str, Any]]:
-    """Return ``_recorded()``, cached until the sequence number of a group changes."""
-    return _recorded()
-
-
 def _last_of_groups(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each process group's last record. ``records`` has the oldest record first."""
+    """Return each process group's last record."""
     return {one["process_group"][0]: one for one in records}

@@ -69,12 +69,6 @@ class Choice:
         exposed = 1 - self.outcome.compute_seconds / self.outcome.seconds
         return f"link ({exposed:.0%} exposed)" if exposed > 0.1 else "compute"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all figures as a dict for JSON."""
-        found = dataclasses.asdict(self)
-        found |= found.pop("outcome")
-        return {**found, "bound": self.bound, "peak_bytes": self.outcome.peak_bytes}
-
     def cells(self) -> dict[str, str]:
         """Return the row of the table, keyed by the titles of the columns."""
         outcome = self.outcome
@@ -229,18 +223,6 @@ class TrainingPlan:
         fastest = max((one.samples_per_second for one in fitting), default=0)
         return next((one for one in fitting if one.samples_per_second > 0.99 * fastest), None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all figures as a dict for JSON: bytes, seconds, and bytes sent in a step."""
-        return {
-            "name": self.name,
-            "batch": self.target.batch,
-            "checkpoint": self.target.checkpoint,
-            "choices": [one.to_dict() for one in self.choices],
-            "best": self.best and self.best.to_dict(),
-            "changes": {change: one.to_dict() for change, one in self.changes.items()},
-            "code": self.code(),
-        }
-
     def code(self) -> str:
         """Python code that trains with the best choice; empty if nothing fits."""
         best = self.best
@@ -372,11 +354,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         more: Any = {"choices": _CHOICES[name]} if name in _CHOICES else {"type": kind}
         more |= {"nargs": "+"} if name == "strategy" else {}
         add(f"--{name.replace('_', '-')}", default=one.default, help=texts.get(name), **more)
-    add("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print the predictions as JSON, in bytes and seconds")
 
 
 def run(options: dict[str, Any]) -> None:
     """Print the plan for ``options``. Raises ValueError if the options cannot be used."""
     as_json = options.pop("json")
     made = plan(**options)
-    print(json.dumps(made.to_dict(), indent=1) if as_json else made)
+    found = [dataclasses.asdict(one) for one in made.choices]
+    print(json.dumps(found, indent=1) if as_json else made)
