@@ -29,8 +29,8 @@ MIN_UNIT_NUMEL = 250_000
 # Minimum number of elements of a module that is opened. In a module of this size, most children are
 # large enough to be units.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# If the root has too few elements, the root takes over units of at most this number of elements.
-# The root stays unsharded throughout a step, so such a unit costs at most 4 MB of float32.
+# If the root has too few elements, it takes over units of at most this number of elements. These
+# then stay unsharded throughout a step, which costs at most 4 MB of float32 for each unit.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
 # Blocks (repeated modules) that are too small for units stay in the root, if all of them together
 # have at most this number of elements. This costs at most 32 MB of float32.
@@ -120,9 +120,8 @@ class AutoUnits:
         """If the root has too few elements, move the parameters of small units to the root."""
         root = self._tree.module
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
-            # There is only one unit, with nearly all elements of the model. A tiny root beside the
-            # unit would cost a second all-gather. So drop the unit, and let the root own
-            # everything.
+            # The only unit has nearly all elements of the model. A tiny root beside the unit would
+            # cost a second all-gather.
             self._held.clear()
             return
         outermost = {

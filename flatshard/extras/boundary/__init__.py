@@ -10,8 +10,8 @@ all ranges have the same length, so collectives are unchanged. The cost is paddi
     a:(2,3) b:(2,2) c:(4,) on 2 ranks, alignment 1     boundary "tensor", shard_numel 8
       rank 0 | a a a a a a . . |   rank 1 | b b b b c c c c |
 
-Like ``FlatLayout``, the result is a pure function of shapes, memory orders, alignment and world
-size, so all ranks compute the same result without communication.
+The result depends only on shapes, memory orders, alignment and world size, so all ranks compute the
+same result without communication.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FINENESS = 512
 
 
 def as_boundary(value: object) -> Boundary:
-    """Check the option ``boundary``. Raises TypeError or ValueError for an invalid value."""
+    """Check the option ``boundary``."""
     expected = f"boundary: expected {', '.join(map(repr, _CHOICES))} or a number of elements"
     # Refuse True, which would mean one element.
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -65,10 +65,7 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
 
 
 def move_all(flats: Collection[FlatParamPlan], boundary: Boundary, name: str, first: int) -> None:
-    """Move the parameters of unit ``name`` in its flat parameters, so that no shard cuts a block.
-
-    Raises ValueError if there would be too much padding.
-    """
+    """Move the parameters of unit ``name``, so that no shard cuts a block. May raise ValueError."""
     for plan in flats:
         plan.layout = move(plan.layout, boundary, plan.dtype.itemsize, first)
         infos = {info.name: info for info in plan.infos}
@@ -130,11 +127,8 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Return the numbers of elements of which ``move`` tries multiples as shard lengths.
-
-    If two shard ends cut the same parameter, the shard length must be a multiple of the parameter's
-    block (a row, for example). So a common multiple of their blocks suits several parameters.
-    """
+    """Return the numbers of elements of which ``move`` tries multiples as shard lengths."""
+    # If two shard ends cut the same parameter, the shard length must be a multiple of its block.
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):
         joint = math.lcm(found[-1], block)
@@ -146,7 +140,7 @@ def _multiples(
 def _in_order(
     spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
-    """Return positions that put the parameters in sequence, or None if shards are too short."""
+    """Return the parameters' positions in sequence, or None if shards are too short."""
     starts, end = list[int](), 0
     for span, block in zip(spans, blocks, strict=True):
         start = _first_place(round_up(end, align), span.numel, block, shard_numel)

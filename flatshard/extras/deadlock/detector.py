@@ -158,16 +158,14 @@ class Deadlock:
             # ranks fail, and need the reason.
             finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # A launcher kills all ranks after the first error. In a collective of the user's
-            # program, ranks get an error of the backend without the reason, so the ranks must log
-            # the finding first. So delay this rank's error if the finding names such a collective.
+            # A launcher kills all ranks after the first error. In a collective of the program,
+            # other ranks get an error without the reason, and must log the finding before.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
                 self._give_up(wait)
             return
-        # While the same ranks stay in the same waits, keep their first reports, because the proof
-        # needs two reports of each wait.
+        # Keep the first reports of the same waits: the proof needs two reports of each wait.
         waits, before = ({r: one.wait for r, one in x.items()} for x in (stuck, self._before))
         if waits != before:
             self._before = stuck
@@ -176,8 +174,7 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        # Log the reason if the error will not contain it: a collective of the user's program raises
-        # an error of the backend.
+        # A collective of the program raises an error of the backend, without the reason.
         if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 

@@ -44,8 +44,8 @@ from flatshard.extras.deadlock.program import BlockedWait, others
 ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
 
 # Names of functions that may wait for the GPU: all of torch, and conversions such as
-# `float(tensor)`. Only names are compared, so the names of functions that other libraries use to
-# wait for something other than the GPU (`sleep`, `recv`) are removed.
+# `float(tensor)`. Names of functions with which other libraries wait for something else (`sleep`,
+# `recv`) are removed.
 _WAITING_CALLS = {*dir(torch.Tensor), *dir(torch), *dir(torch._C), "synchronize", "wait"}
 _WAITING_CALLS |= {"float", "int", "bool"}
 _WAITING_CALLS -= {"select", "poll", "sleep", "acquire", "join", "get", "put", "read", "recv"}
@@ -66,9 +66,8 @@ _TRACE_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # Process groups that this module has aborted: a second abort would end the process with SIGSEGV.
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
-# For each thread, by its identifier: the time of its last ``CollectiveError``, and the text of an
-# error that `end_waits` has set and the thread has not raised yet. Hold the lock `_raising` to use
-# these dicts.
+# For each thread: the time of its last ``CollectiveError``, and the text of an error that
+# `end_waits` has set and the thread has not raised yet. The lock `_raising` guards both.
 _raised: dict[int, float] = {}
 _to_raise: dict[int, str] = {}
 _raising = threading.Lock()

@@ -1,10 +1,9 @@
 """Extra: finds unseen writes to tensors on an accelerator, without waiting for the accelerator.
 
-Two kinds of tensors are checked for writes: parameters that a forward may edit (``DeviceChecks``),
-and tensors of state dicts that the program may write (``StateWrites``). Some writes do not change a
-tensor's version: a write through ``p.data``, or a collective of the program. On CPUs, the core
-finds such writes by reading some values. On an accelerator, this extra compares the values on the
-device. The host reads only the results, at a time when the device has usually computed them.
+A write through ``p.data``, or a collective of the program, does not change a tensor's version. On
+CPUs, the core finds such writes by reading some values. On an accelerator, this extra compares the
+values of parameters (``DeviceChecks``) and of state dicts (``StateWrites``) on the device. The host
+reads only the results, at a time when the device has usually computed them.
 
 In evaluation, ranks also compare which units they have all-gathered (``_check_order``).
 
@@ -40,7 +39,7 @@ _FEW = 32  # approximate number of words to compare in each tensor
 
 
 def _few_words(tensor: Tensor) -> Tensor:
-    """Return a view of some 8-byte words of a tensor, spread over the tensor's whole memory."""
+    """Return some 8-byte words of a tensor, spread over its memory, as a view."""
     words = words_of(tensor)
     return words[:: words.numel() // _FEW + 1]
 
@@ -69,10 +68,9 @@ def _copy_differences(of: Sequence[Any], differ: Sequence[Tensor]) -> Callable[[
 
 
 class DeviceChecks(ForwardEdits, StepExtension):
-    """Checks the forwards of one model on an accelerator.
+    """Raises on all ranks, at the end of the next backward, if a forward has edited parameters.
 
-    If a forward has edited parameters, the end of the next backward raises on all ranks. If no
-    backward follows, the second forward after the edit raises when it begins.
+    If no backward follows, the second forward after the edit raises when it begins.
     """
 
     name, is_made_anew = "device_checks", True
@@ -84,17 +82,14 @@ class DeviceChecks(ForwardEdits, StepExtension):
         # that the program has written since the first forward, and flat parameters whose version a
         # forward has changed.
         self._written: set[FlatParamHandle] = set()
-        # For each flat parameter that is compared: whether all values are compared, and the values
-        # before the unit's latest forward.
+        # Whether all values are compared, and the values before the unit's latest forward.
         self._values: dict[FlatParamHandle, tuple[bool, Tensor]] = {}
-        # The flat parameters that the current forward has used. Each bool tensor says which of the
-        # flat parameter's compared values changed during the forward.
+        # Which of the compared values the current forward has changed, as bool tensors.
         self._compared: list[tuple[FlatParamHandle, Tensor]] = []
         # Read the results of earlier forwards, see `_copy_differences`.
         self._unread: list[Callable[[], list[Any]]] = []
         self._edited: list[FlatParamHandle] = []
-        # In evaluation, for each process group that `_check_order` compares: the digest of all
-        # collectives that this rank had begun before the outermost forward.
+        # In evaluation: digests of the collectives that this rank had begun before the forward.
         self._digests: dict[Communicator, int] = {}
 
     def _look_closely(self, handle: FlatParamHandle) -> Look:
@@ -176,7 +171,6 @@ class DeviceChecks(ForwardEdits, StepExtension):
 
 
 def _read(buffer: Tensor, reads_all: bool) -> Tensor:
-    """Return some words of ``buffer``, and the sum of all words if ``reads_all``."""
     few = _few_words(buffer)
     if not reads_all:
         return few.clone()
@@ -225,8 +219,7 @@ class StateWrites(WriteThrough):
 
     def __init__(self) -> None:
         super().__init__()
-        # For each watched tensor: its version and some of its values, read when the tensor and the
-        # shard last had equal values.
+        # Version and some values of each watched tensor, when the shard last had equal values.
         self._values: WeakKeyDictionary[WatchedCopy, tuple[int, Tensor]] = WeakKeyDictionary()
         # Comparisons whose results the host has not read yet. In all of them, the shard has changed
         # since tensor and shard had equal values, so values that the user has written are lost.

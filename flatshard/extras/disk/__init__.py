@@ -60,12 +60,11 @@ _state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
 class DiskMemory(OffloadTarget):
-    """Offload target that keeps tensors in files of one directory."""
+    """Offload target that keeps tensors in files of ``folder``."""
 
     is_device = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Keep tensors in files of ``folder``, after a check that a file can be created there."""
         # Fix both thresholds. Otherwise glibc raises them to the size of freed blocks (up to
         # 32 MiB), and the process keeps several times the memory that the model needs.
         for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD) if _mallopt is not None else ():
@@ -97,7 +96,6 @@ class DiskMemory(OffloadTarget):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of reserved disk space that no tensor uses yet."""
         return 0 if self._reserve is None else os.fstat(self._reserve.fileno()).st_size
 
     def create(self, nbytes: int) -> int:
@@ -139,7 +137,7 @@ class DiskMemory(OffloadTarget):
         return found
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros in a new file, of shape ``(numel,)``. May raise OffloadError."""
+        """Return zeros in a new file. May raise OffloadError."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = round_up(numel * dtype.itemsize, mmap.PAGESIZE)
@@ -187,7 +185,7 @@ class DiskMemory(OffloadTarget):
     def trim(self) -> None:
         """Give memory that wrapping has freed back to the operating system."""
         if _malloc_trim is not None:
-            _malloc_trim(0)  # the C library returns its free memory to the operating system
+            _malloc_trim(0)
 
 
 def find_targets(plan: ModelPlan) -> OffloadTargets:
@@ -333,7 +331,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
 
 
 def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: int) -> int:
-    """Return the number of bytes of disk space that a parameter's state still needs."""
+    """Return how many bytes of disk space a parameter's state still needs."""
     if param not in optimizer.state:
         return round_up(local_range(param).numel() * per_element, mmap.PAGESIZE)
     # State from `load_state_dict` is in memory until the next step.

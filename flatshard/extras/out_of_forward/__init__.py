@@ -109,13 +109,13 @@ class OutOfForwardUse(ParamOwner):
         for tensor in sharded:
             tensor.spec.refuse_part(name)
 
-        def full_arguments(full_of: dict[int, Tensor]) -> Any:
-            return pytree.tree_unflatten([full_of.get(id(t), t) for t in leaves], tree)
+        def run(full_of: dict[int, Tensor]) -> Any:
+            full = pytree.tree_unflatten([full_of.get(id(t), t) for t in leaves], tree)
+            return func(*full[0], **full[1])
 
         def call(full_of: dict[int, Tensor]) -> Any:
             before = states(func, full_of.values())
-            full_args, full_kwargs = full_arguments(full_of)
-            result = func(*full_args, **full_kwargs)
+            result = run(full_of)
             if before != states(func, full_of.values()):
                 sharded[0].spec.refuse(f"{name}, which writes to it,")
             return result
@@ -124,9 +124,8 @@ class OutOfForwardUse(ParamOwner):
             target: FlatShardTensor = args[0]
             full = full_of[id(target)]
             before = full.data_ptr(), full.shape, full.stride()
-            full_args, full_kwargs = full_arguments(full_of)
             try:
-                func(*full_args, **full_kwargs)
+                run(full_of)
             except RuntimeError as error:
                 where = target.spec.where(target.text)
                 raise RuntimeError(f"{where}: {name} failed: {error}") from error

@@ -84,16 +84,13 @@ _IN_FLIGHT = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
 
 
 class StepRecorder(StepExtension):
-    """Observes a model's steps and makes a report of each step, in the list ``reports``."""
+    """Makes a report of each step, in the list ``reports``."""
 
     name = "recording"
     is_made_anew = watches = True
 
     def __init__(self, of: Unit, events: list[Event]) -> None:
-        """Begin to record the model that contains unit ``of``.
-
-        ``events``: the list to which ``record`` adds collectives.
-        """
+        """Record the model that contains unit ``of``. ``record`` adds collectives to ``events``."""
         self.reports: list[StepReport] = []
         units = self._units = of.context.units
         self._events = events
@@ -115,10 +112,8 @@ class StepRecorder(StepExtension):
         self._in_flight: dict[tuple[Kind, int | None], float] = {}
         # Bytes of unsharded parameters and of gradients of each unit in the last sample.
         self._held: dict[Unit, tuple[int, int]] = {}
-        # Drop collectives that were started between two steps.
-        self._events.clear()
-        # Whether the next forward begins a new step.
-        self._is_over = False
+        self._events.clear()  # drop collectives that were started between two steps
+        self._is_over = False  # whether the next forward begins a new step
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._look_at(self._units)
@@ -191,10 +186,7 @@ class StepRecorder(StepExtension):
         self._doing.append(doing)
 
     def _end(self, unit: int | None, *, is_call: bool = False) -> None:
-        """End the innermost work for a unit, or the innermost call of the unit's forward.
-
-        Do nothing if the recording began inside of this work.
-        """
+        """End the innermost work for a unit, unless the recording began inside of this work."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position][1:] == (unit, is_call):
                 self._switch()
@@ -202,7 +194,7 @@ class StepRecorder(StepExtension):
                 return
 
     def _switch(self) -> None:
-        """Record the time since the last switch as time of the innermost work of the thread."""
+        """Count the time since the last switch for the innermost work of the thread."""
         now = self._clock()
         if self._doing:
             kind, unit, _ = self._doing[-1]
@@ -228,7 +220,6 @@ class StepRecorder(StepExtension):
             self._look_at(self._units if purpose == "reduce" or unit is None else [unit])
 
     def _note(self, events: list[Event], purpose: str) -> None:
-        """Record the size and the start time of collectives that have just begun."""
         kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
             # The collective may belong to another model, because one queue starts the second stages

@@ -184,7 +184,6 @@ def sum_up(
     memory: Sequence[MemorySample],
     **figures: Any,
 ) -> StepReport:
-    """Make a report of a step from the units' names, ranges of time, bytes sent, and memory."""
     # The training thread's ranges never overlap, so their sum is at most the step's time.
     # All-gathers and reductions are not work of the thread, and may overlap.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)

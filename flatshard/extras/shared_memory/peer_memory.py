@@ -50,9 +50,7 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Why other processes cannot read this process's memory; "" if they can. With a reason, the
-    # other fields are not valid.
-    problem: str
+    problem: str  # why other processes cannot read this process's memory; "" if they can
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
     launcher: int = 0  # process id of the parent process
