@@ -53,14 +53,12 @@ class Choice:
         ranks: number of ranks.
         outcome: the predicted memory, communication and time.
         fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
-        samples_per_second: number of samples that one rank trains per second.
     """
 
     strategy: str
     ranks: int
     outcome: Outcome
     fits: bool
-    samples_per_second: float
 
     @property
     def bound(self) -> str:
@@ -81,7 +79,6 @@ class Choice:
             "strategy": self.strategy,
             **{title: show(nbytes) for title, nbytes in sizes.items()},
             "step": f"{1000 * outcome.seconds:,.0f} ms",
-            "samples/s": f"{self.samples_per_second:,.2f}",
             "bound by": self.bound,
             "fits": "yes" if self.fits else "no",
         }
@@ -158,8 +155,7 @@ class Target:
                 ranks_per_node=min(ranks, node),
             )
             fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
-            speed = self.accumulate * self.batch / outcome.seconds
-            found.append(Choice(strategy, ranks, outcome, fits, speed))
+            found.append(Choice(strategy, ranks, outcome, fits))
         if not found:
             raise ValueError(
                 f"{', '.join(strategies)} needs several nodes: expected a multiple of per_node="
@@ -217,11 +213,11 @@ class TrainingPlan:
 
     @property
     def best(self) -> Choice | None:
-        """The fitting choice with the most samples per second per rank; None if no choice fits."""
+        """The fitting choice with the shortest step; None if no choice fits."""
         fitting = [one for one in self.choices if one.fits]
-        # If speeds differ by less than 1 %, prefer fewer ranks, and then simpler strategies.
-        fastest = max((one.samples_per_second for one in fitting), default=0)
-        return next((one for one in fitting if one.samples_per_second > 0.99 * fastest), None)
+        # If durations differ by less than 1 %, prefer fewer ranks, and then simpler strategies.
+        shortest = min((one.outcome.seconds for one in fitting), default=0)
+        return next((one for one in fitting if 0.99 * one.outcome.seconds < shortest), None)
 
     def code(self) -> str:
         """Python code that trains with the best choice; empty if nothing fits."""
@@ -244,9 +240,9 @@ class TrainingPlan:
         rows = [one.cells() for one in self.choices]
         peak = f"Its peak of {show(shown.outcome.peak_bytes)} is in {shown.outcome.peak_at}."
         lines = [
-            f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "
-            "bytes between steps. Unsharded, activations, temporary: bytes at the peak.",
-            tabulate([[*rows[0]], *([*row.values()] for row in rows)], numbers=range(2, 13)),
+            f"{self.name}. Parameters, gradients, optimizer: bytes between steps. Unsharded, "
+            "activations, temporary: bytes at the peak.",
+            tabulate([[*rows[0]], *([*row.values()] for row in rows)], numbers=range(2, 12)),
         ]
         if shown.fits:
             return "\n".join([*lines, f"Cheapest that fits: {shown}. {peak}", "", self.code()])
@@ -313,8 +309,8 @@ def plan(
               ranks. Default ``"50GB/s"``.
             - ``node_link``: bytes per second that one rank sends within a node. Default
               ``"450GB/s"``.
-            - ``batch``: sequences per rank in one forward. Default 1.
-            - ``seq``: tokens per sequence. Default 2048.
+            - ``batch``: sequences per rank in one forward, if ``step`` is None. Default 1.
+            - ``seq``: tokens per sequence, if ``step`` is None. Default 2048.
             - ``dtype``: ``"bf16"`` (default), ``"fp16"``, ``"fp32"`` or a ``MixedPrecision``.
             - ``optimizer``: ``"adamw"`` (default), ``"sgd"``, ``"momentum"``, ``"adam"``,
               ``"muon"``, ``"lion"``, or the bytes of state per trained element.

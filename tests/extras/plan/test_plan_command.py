@@ -78,7 +78,8 @@ def test_options_have_the_names_of_the_keywords() -> None:
     # The docstring of `plan` explains each keyword, and is the help of each option.
     for action in parser._actions:
         assert action.help, action.dest
-    assert "tokens per sequence. Default 2048." in " ".join(parser.format_help().split())
+    text = " ".join(parser.format_help().split())
+    assert "tokens per sequence, if step is None. Default 2048." in text
 
 
 def test_memory_is_printed_in_the_unit_of_the_option() -> None:
@@ -147,5 +148,6 @@ def test_a_model_of_another_kind() -> None:
         plan(lambda: nn.Sequential(nn.Embedding(64, 8), nn.Flatten()), dtype=MixedPrecision())
     made = plan(with_step, ranks=2)
     assert made.best is not None
+    assert "batch" not in str(made)  # the batch of the step is not known
     with pytest.raises(CannotTraceError, match=r"needs real values.*: aten\._local"):
         plan(Branching, seq=8)
