@@ -19,7 +19,7 @@ import torch
 from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.models import Checkpointing, Step
 from flatshard.extras.plan.shards import FlatMemory, Held, plan_flats
-from flatshard.extras.plan.trace import Mark, Op, StepTrace, checkpoint_blocks, trace
+from flatshard.extras.plan.trace import Mark, Op, StepTrace, trace
 
 # Gradients of at least this size are copied into the buffer immediately, not only when the flat
 # parameter is complete. ``engine.gradients`` has the same threshold.
@@ -412,8 +412,7 @@ class TracedModel:
         self._model, step = made if isinstance(made, tuple) else (made, step)
         self._keywords = keywords
         plan, flats = plan_flats(self._model, world_size=1, **keywords)
-        checkpoint_blocks(self._model, checkpoint)
-        self.trace = trace(plan, flats, step, on_gpu=on_gpu)
+        self.trace = trace(plan, flats, step, on_gpu=on_gpu, checkpoint=checkpoint)
 
     def replay(
         self, machine: Machine, world_size: int, accumulate: int = 1, **keywords: Any

@@ -359,6 +359,8 @@ def _emptied(
 ) -> Iterator[dict[Tensor, Tensor]]:
     """Replace the tensors of a module by tensors without values, until the block ends.
 
+    At the end of the block, all attributes of the module have their old values.
+
     Yields the new tensors, keyed by the tensors that they replace. In a ``FakeTensorMode``, the new
     tensors are fake tensors. ``dtypes``: the dtypes of parameters that are cast.
     """
@@ -377,11 +379,17 @@ def _emptied(
     with contextlib.ExitStack() as stack:
         for own in [inner.__dict__ for inner in module.modules()]:
             for place in (own["_parameters"], own["_buffers"], own):
-                stack.callback(place.update, {**place})
+                stack.callback(_restore, place, {**place})
                 # Look into lists, too: `nn.LSTM` computes with a list of its parameters.
                 found = {k: replaced(v) for k, v in place.items() if isinstance(v, Tensor | list)}
                 place.update(found)
         yield made
+
+
+def _restore(place: dict[str, Any], before: dict[str, Any]) -> None:
+    # Also drop what the step has added: checkpoints (`forward`), and fake tensors that it kept.
+    place.clear()
+    place.update(before)
 
 
 @contextlib.contextmanager
@@ -436,7 +444,14 @@ _STAND_INS: dict[str, Any] = {
 }
 
 
-def trace(plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: bool) -> StepTrace:
+def trace(
+    plan: ModelPlan,
+    flats: Sequence[FlatMemory],
+    step: Step,
+    *,
+    on_gpu: bool,
+    checkpoint: Checkpointing,
+) -> StepTrace:
     """Run ``step(model).backward()`` on fake tensors, and return the recorded trace."""
     model, casts = plan.module, plan.precision_plan
     casts.install()
@@ -447,6 +462,7 @@ def trace(plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: b
     with contextlib.ExitStack() as stack:
         with mode:
             fakes = stack.enter_context(_emptied(model, dtypes))
+        checkpoint_blocks(model, checkpoint)
         recorder = _Recorder(found, {one.untyped_storage()._cdata for one in fakes.values()})
         for unit in plan.units:
             for module in (member.module for member in unit.members):

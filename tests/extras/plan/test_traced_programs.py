@@ -81,6 +81,15 @@ def test_checkpoints_are_the_blocks_of_all_towers() -> None:
     assert chosen == {f"{t}.blocks.{i}" for t in ("encoder", "decoder") for i in range(3)}
 
 
+def test_predictions_leave_no_checkpoints() -> None:
+    """Also if the function returns the same model each time."""
+    model = towers()
+    settings: Any = {"step": towers_step, "ranks": 2, "strategy": "FULL_SHARD", "memory": 1e9}
+    fresh, found = (plan(build, **settings).changes for build in (towers, lambda: model))
+    assert [one.outcome for one in found.values()] == [one.outcome for one in fresh.values()]
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_checkpoints_repeat_dropout() -> None:
     grads = []
     for kind in ("none", "block"):
