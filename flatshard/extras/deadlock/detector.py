@@ -147,7 +147,7 @@ class Deadlock:
         self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
             # Use a separate connection to the store: another thread may block the default one.
-            self._store, self._world = default_store().clone(), weakref.ref(dist.group.WORLD)
+            self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
         self._heard = _reports_for(wait.need, self._store)
@@ -199,7 +199,7 @@ class Deadlock:
                 continue
             history.unchecked_since = 0.0
             kind = history.described
-            store, begun = default_store().clone(), history.begun[kind]
+            store, begun = _own_store(), history.begun[kind]
             need = WaitCondition(history.name, kind, begun, history.others)
             _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
             reason = _told(store, need) or _reason(need, _reports_for(need, store))
@@ -439,6 +439,10 @@ def default_store() -> Any:
         # exist, and the call returns True only if all of them exist.
         _publish(_stores[world], _NO_WAIT)
     return None if world is None else _stores[world]
+
+
+def _own_store() -> Any:
+    return default_store().clone()
 
 
 def _publish(store: Any, report: _Report) -> None:

@@ -61,20 +61,17 @@ def read_spec(spec: str) -> Callable[[], Any]:
 
 def _from_config(path: Path) -> nn.Module:
     try:
-        text = json.loads(path.read_text())
-        # Turn off the cache of keys and values: when backward recomputes a forward, the cache would
-        # grow.
-        kind, text["use_cache"] = text.setdefault("model_type"), False
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: cannot be read as a configuration: {error}") from error
-    try:
         transformers = importlib.import_module("transformers")
-        config = transformers.AutoConfig.for_model(**text)
-        return transformers.AutoModelForCausalLM.from_config(config)
     except ModuleNotFoundError as error:
         raise ValueError(f"{path} needs transformers. Run: pip install transformers") from error
-    except (KeyError, ValueError, TypeError) as error:
+    try:
+        # Turn off the cache of keys and values: when backward recomputes a forward, the cache would
+        # grow.
+        options = json.loads(path.read_text()) | {"use_cache": False}
+        config = transformers.AutoConfig.for_model(**options)
+        return transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, KeyError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{path}: transformers {transformers.__version__} has no language model for model_type "
-            f"{kind!r}. Pass package.module:function. {f'{error}'.partition(chr(10))[0]}"
+            f"{path}: transformers {transformers.__version__} cannot make a language model of this "
+            f"configuration. Pass package.module:function. {f'{error}'.partition(chr(10))[0]}"
         ) from error
