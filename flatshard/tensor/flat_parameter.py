@@ -20,7 +20,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from flatshard.comm.communicator import Topology
 from flatshard.comm.work import PendingSends
 from flatshard.memory import OffloadTargets
-from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ShardSpec
@@ -62,13 +61,12 @@ class FlatParameter(nn.Parameter):
     """Parameters of one unit as a padded 1-D parameter, of which each rank stores an equal chunk.
 
     The tensor contains only this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers get the
-    original parameters instead, which are views of the chunk. ``print(flat_param)`` shows which
-    original parameters are in which chunk.
+    original parameters instead, which are views of the chunk.
 
     Example:
         ```python
         flat_param = model.flat_parameters()[0]
-        print(flat_param)
+        print(flat_param.flat_layout.spans)  # where each original parameter lies
         print([param.name for param in flat_param.params], flat_param.flat_layout.padding_numel)
         ```
 
@@ -101,9 +99,6 @@ class FlatParameter(nn.Parameter):
     def params(self) -> list[OriginalParam]:
         """The original parameters in the flat parameter. Empty if the model was deleted."""
         return [param for known in self._params if (param := known()) is not None]
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return extra("unit_report", "print(flat_parameter)").chunks_of(self)  # type: ignore[no-any-return]
 
 
 def is_wrapped(param: Tensor) -> bool:

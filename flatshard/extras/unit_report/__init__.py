@@ -1,7 +1,6 @@
-"""Extra: makes a table of a model's units, and lists the parameters in a flat parameter's shards.
+"""Extra: makes a table of a model's units.
 
-Without this folder, ``ShardedWrapper.unit_report()`` and ``repr()`` of a flat parameter raise
-``MissingExtraError``.
+Without this folder, ``ShardedWrapper.unit_report()`` raises ``MissingExtraError``.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.extras import show_bytes, tabulate
 from flatshard.module.wrappers import unit_modules, units_in
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy
-from flatshard.units.module_tree import unit_text
 
-__all__ = ["chunks_of", "report"]
+__all__ = ["report"]
 
 _HEADER = (
     *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),
@@ -86,27 +83,3 @@ def _sizes(kinds: str, handles: Sequence[FlatParamHandle]) -> tuple[str, str, st
     )
     padded = f"{padding:,} ({padding / max(numel, 1):.1%})"
     return f"{numel:,}", padded, kinds, show_bytes(unsharded_bytes)
-
-
-def chunks_of(flat: FlatParameter) -> str:
-    """Return a text that lists, for each rank, the parameters in the rank's shard (chunk)."""
-    layout, params = flat.flat_layout, flat.params
-    unit = unit_text(params[0].spec.unit) if params else "a model that is gone"
-    lines = [
-        f"FlatParameter of {unit}: {flat.dtype} on {flat.device}, {layout.numel:,} elements + "
-        f"{layout.padding_numel:,} padding, {layout.world_size} chunk"
-        f"{'s' if layout.world_size > 1 else ''} of {layout.shard_numel:,}"
-    ]
-    for rank in range(layout.world_size):
-        begin, end = layout.shard_range(rank)
-        here = ", on this rank" if rank == flat.rank else ""
-        lines.append(f"  chunk {rank}: elements {begin:,} to {end:,}{here}")
-        for param in params:
-            local = layout.local_span(param.index, rank)
-            end, last = local.start + local.numel, local.offset + local.numel
-            is_cut = local.numel < param.span.numel
-            part = f", its elements {local.offset:,} to {last:,}" if is_cut else ""
-            if local.numel:
-                shown = f"{param.name!r} {param.span.shape}{part}"
-                lines.append(f"    {local.start:,} to {end:,}: {shown}")
-    return "\n".join(lines)
