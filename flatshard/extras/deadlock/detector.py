@@ -49,7 +49,7 @@ _ENDED = -1  # value of ``_Report.wait`` after the program has ended
 
 # Minimum duration of a wait that a rank publishes.
 FIRST_LOOK_SECONDS = 3.0
-# Time until the next check of a wait: if the wait may be in a deadlock, and otherwise.
+# Shortest and longest time between checks of a wait.
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
 # Of the ranks for which a rank waits, the maximum number whose reports are read. One report is
 # enough to prove a deadlock.
@@ -120,7 +120,7 @@ class Deadlock:
 
     def __init__(self) -> None:
         self._wait: BlockedWait | None = None
-        self._next = 0.0  # time of the next check
+        self._pause = self._next = 0.0  # seconds between checks, and the time of the next check
         self._heard: _Reports = {}  # reports of the ranks for which this rank waits
         self._before: _Reports = {}  # earlier reports of ranks that may be in a deadlock
         self._store: Any = None
@@ -133,7 +133,9 @@ class Deadlock:
         if wait is not self._wait:
             self._withdraw()
             if wait is not None:
-                self._wait, self._next = wait, wait.began + FIRST_LOOK_SECONDS
+                self._wait = wait
+                # The pauses between checks grow: 1, 2, 3, 3, ... seconds.
+                self._pause, self._next = LOOK_SECONDS / 2, wait.began + FIRST_LOOK_SECONDS
         now = time.monotonic()
         if wait is None:
             self._compare(now)
@@ -169,7 +171,8 @@ class Deadlock:
         waits, before = ({r: one.wait for r, one in x.items()} for x in (stuck, self._before))
         if waits != before:
             self._before = stuck
-        self._next = now + (LOOK_SECONDS if stuck else LONGEST_LOOK_SECONDS)
+        self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
+        self._next = now + self._pause
 
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:

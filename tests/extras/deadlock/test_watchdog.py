@@ -382,9 +382,7 @@ def _looks(num_ranks: int, odd: int) -> int:
         waits.append(detector.BlockedWait(text, WaitCondition(group, kind, 3, others)))
     with (
         mock.patch.object(detector, "dist") as world,
-        mock.patch.multiple(
-            detector, FIRST_LOOK_SECONDS=-9, LOOK_SECONDS=0, LONGEST_LOOK_SECONDS=0
-        ),
+        mock.patch.multiple(detector, FIRST_LOOK_SECONDS=-9, LOOK_SECONDS=0),
         mock.patch.object(detector, "_own_store", return_value=store),
         mock.patch.object(detector.program, "begun") as begun,
         mock.patch.object(detector.program, "is_member", return_value=True),
