@@ -246,10 +246,10 @@ class StepRecorder(StepExtension):
             gradients = sum(handle.grads.nbytes for handle in unit.handles)
             if before != (gathered, gradients):
                 self._held[unit] = gathered, gradients
-                _, gathered_before, gradients_before = self._samples[-1]
-                gathered += gathered_before - before[0]
-                gradients += gradients_before - before[1]
-                self._samples.append(MemorySample(self._clock(), gathered, gradients))
+                _, all_gathered, all_gradients = self._samples[-1]
+                all_gathered += gathered - before[0]
+                all_gradients += gradients - before[1]
+                self._samples.append(MemorySample(self._clock(), all_gathered, all_gradients))
 
 
 # ------------------------------------------------------------ a recording
