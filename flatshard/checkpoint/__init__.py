@@ -11,8 +11,9 @@ from torch import nn
 
 from flatshard.checkpoint.folder import latest
 from flatshard.checkpoint.loading import load
+from flatshard.checkpoint.pending import PendingSave
 from flatshard.checkpoint.safetensors import load_safetensors, save_safetensors
-from flatshard.checkpoint.saving import PendingSave, save
+from flatshard.checkpoint.saving import save
 from flatshard.checkpoint.sources import convert
 from flatshard.checkpoint.training import Optimizers
 from flatshard.extras.model_shards import model_shards

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from flatshard.checkpoint import folder as folders
-from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import load_safely, open_source
 from flatshard.checkpoint.training import Optimizers, Training, joined, unpack_optimizer
 from flatshard.comm.consistency import Facts, agreed
@@ -78,7 +77,6 @@ def load(
     training = Training(model, optimizer, "checkpoint.load()")
     op_name = f"checkpoint.load({path and str(path)!r})"
     is_given, path, ranks = path is not None, Path(path or ""), training.ranks
-    wait_for_pending()
     begun = time.monotonic()
 
     def own_file(rank: int) -> StateDict:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import random
 import shutil
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint import training as trainings
+from flatshard.checkpoint.pending import PendingSave
 from flatshard.checkpoint.sources import leaves
 from flatshard.checkpoint.training import HostRanks, Optimizers, Training
 from flatshard.comm.consistency import Facts, agreed, sendable
@@ -115,17 +112,14 @@ def save(
         NotImplementedError: on all ranks: a unit trains only on some of the ranks.
         CollectiveError: another rank has ended. Earlier checkpoints stay intact.
     """
-    global _pending
     training = Training(model, optimizer, "checkpoint.save()")
     ranks, one = training.ranks, Save(Path(path), training.ranks, keep)
-    wait_for_pending()
     # If one rank fails here, all ranks raise before any file is written.
     take = partial(one.take, training, scheduler, extra, copies=async_)
     one._check_same(agreed(take, [ranks], one.op_name, _REMEDY))
     ranks.on_first(partial(folders.begin, one.path, keep), one.op_name)
     if async_:
-        _pending = PendingSave(one.path, one.write)
-        return _pending
+        return PendingSave(one.path, one.write)
     # `dcp_files.Files` computes checksums already. An async save must not change this global
     # setting: the program may call torch.save while the thread is writing.
     config: Any = serialization.config
@@ -167,66 +161,6 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 # Each optimizer's class and unsharded state, which must be equal on all ranks.
 _States = list[tuple[str, dict[str, Any]]]
-
-
-class PendingSave:
-    """A checkpoint that a thread writes while training continues.
-
-    Example:
-        ```python
-        from flatshard import checkpoint
-
-        pending = checkpoint.save("runs/step-1", model, optimizer, async_=True)
-        loss_fn(model(inputs), labels).backward()  # training continues
-        optimizer.step()
-        pending.wait()
-        ```
-    """
-
-    def __init__(self, path: Path, write: Callable[[], None]) -> None:
-        self.path = path
-        # Python waits for the threads of executors at the end of a program.
-        thread = ThreadPoolExecutor(1, "flatshard-checkpoint")
-        self._written = thread.submit(write)
-        thread.shutdown(wait=False)  # the thread ends when the save ends
-
-    def done(self) -> bool:
-        """Whether the save has ended, so that ``wait`` would not block."""
-        return self._written.done()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint is complete.
-
-        Raises the errors that ``save`` lists. The next save or load does not repeat these errors.
-        """
-        global _pending
-        if _pending is self:
-            _pending = None
-        self._written.result()
-
-
-_pending: PendingSave | None = None
-
-
-def wait_for_pending() -> None:
-    """Wait for an unfinished save. Raises the save's error, unless ``wait()`` has raised it."""
-    if _pending is not None:
-        if not _pending.done():
-            folders.logger.info("waiting until %s is saved", _pending.path)
-        _pending.wait()
-
-
-@atexit.register
-def _at_exit() -> None:
-    try:
-        wait_for_pending()
-    except Exception:
-        # Exit with status 1: Python would only print the exception, and exit with status 0.
-        traceback.print_exc()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 class Save:

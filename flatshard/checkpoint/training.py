@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flatshard.checkpoint.pending import wait_for_pending
 from flatshard.comm.consistency import agreed
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
@@ -88,6 +89,9 @@ class Training:
                 f"{caller}: model must be one torch model, got a {type(model).__name__}. "
                 f"For several models, call {caller} once for each model, with its own folder."
             )
+        # The thread of an unfinished save runs collectives on the group of `ranks`. So no other
+        # save or load may use the group before the thread ends.
+        wait_for_pending()
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.plain, group = model, dist.group.WORLD if dist.is_initialized() else None
         if isinstance(model, nn.parallel.DistributedDataParallel):

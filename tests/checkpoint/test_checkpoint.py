@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import re
+import time
 from enum import Enum
 from pathlib import Path, PurePath, PureWindowsPath
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.checkpoint import dcp_files
+from flatshard.checkpoint.saving import Save
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
@@ -282,6 +284,24 @@ def test_extra_state(count: Any, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "one", model)
     checkpoint.load(tmp_path / "one", other)
     torch.testing.assert_close(other.count, count)
+
+
+@on_ranks(2)
+def test_safetensors_wait_for_an_async_save(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Otherwise the thread and the program would run collectives on one group at the same time."""
+    model, path, write = ShardedWrapper(nn.Linear(9, 7)), tmp_path / "model.safetensors", Save.write
+
+    def late(save: Save) -> None:
+        time.sleep(0.3 * rank)
+        write(save)
+
+    with mock.patch.object(Save, "write", late):
+        save = checkpoint.save(tmp_path / "one", model, async_=True)
+        checkpoint.save_safetensors(model, path)
+        assert save.done()
+        save = checkpoint.save(tmp_path / "two", model, async_=True)
+        checkpoint.load_safetensors(model, path)
+        assert save.done()
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from flatshard import CollectiveError, ShardedWrapper, checkpoint
-from flatshard.checkpoint import dcp_files, folder, saving
+from flatshard.checkpoint import dcp_files, folder, pending, saving
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.whole_tensors import WholeTensorAdapter
 from tests.harness import full_disk, on_ranks, run_ranks
@@ -377,12 +377,12 @@ def test_an_error_nobody_awaits_is_raised_at_exit(
         raise OSError("the disk is on fire")
 
     folder.finish = fail  # type: ignore[assignment]
-    pending = checkpoint.save(tmp_path / "one", _model(), async_=True)
-    while not pending.done():
+    save = checkpoint.save(tmp_path / "one", _model(), async_=True)
+    while not save.done():
         time.sleep(0.01)
     with pytest.raises(OSError, match="the disk is on fire"):
-        saving.wait_for_pending()  # as Python calls it
-    saving.wait_for_pending()
+        pending.wait_for_pending()  # as Python calls it
+    pending.wait_for_pending()
 
 
 @on_ranks(2, fresh=True)
@@ -395,10 +395,10 @@ def test_a_group_that_is_destroyed_early(rank: int, world_size: int, tmp_path: P
         return write(*given)
 
     saving.Save._write_files = late  # type: ignore[method-assign]
-    pending = checkpoint.save(tmp_path / "one", ShardedWrapper(_model()), async_=True)
+    save = checkpoint.save(tmp_path / "one", ShardedWrapper(_model()), async_=True)
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match=r"group was destroyed before .* Call wait\(\) on the"):
-        pending.wait()
+        save.wait()
     assert checkpoint.latest(tmp_path) is None
 
 
@@ -407,10 +407,10 @@ def test_a_save_that_failed_is_the_programs_status(tmp_path: Path) -> None:
     script.write_text(
         "import torch\n"
         "from flatshard import checkpoint\n"
-        "from flatshard.checkpoint import folder, saving\n"
+        "from flatshard.checkpoint import folder, pending\n"
         "folder.finish = None\n"
         "checkpoint.save('one', torch.nn.Linear(1, 1), async_=True)\n"
-        "saving._at_exit()\n"  # as Python calls it
+        "pending._at_exit()\n"  # as Python calls it
     )
     ended = run_script(script, cwd=tmp_path)
     assert ended.status == 1
