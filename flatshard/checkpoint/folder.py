@@ -12,13 +12,14 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Marker:
     world_size: int
     step: int | None
     files: dict[str, FileRecord]
-    saved_at: float = field(default_factory=time.time)  # seconds since 1970
+    saved_at: float = 0.0  # seconds since 1970
     format: str = _FORMAT
 
     @property
@@ -208,6 +209,10 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Write the marker, rename the temporary folder to ``path``, and delete old checkpoints."""
     folder = incomplete(path)
+    # An earlier checkpoint may have a later time, because hosts' clocks differ. Without a later
+    # time, `latest` would return the earlier checkpoint, and `keep` would delete this one.
+    last = max(_complete_in(path.parent), default=(0.0, None))[0]
+    marker = replace(marker, saved_at=max(time.time(), math.nextafter(last, math.inf)))
     # Wait up to 10 s: a network file system may show the files of another host with a delay.
     check_lengths(folder, marker.lengths, "Save on a file system that all hosts share.", wait=10)
     with (folder / MARKER).open("w") as file:

@@ -240,6 +240,16 @@ def test_names_and_old_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             checkpoint.save(tmp_path / path, _model(), keep=keep)
 
 
+def test_clocks_that_differ(tmp_path: Path) -> None:
+    """A host whose clock is late resumes the training: its checkpoint is the last all the same."""
+    with mock.patch.object(time, "time", return_value=2000.0):
+        _saved(tmp_path / "step-1")
+    with mock.patch.object(time, "time", return_value=1000.0):
+        checkpoint.save(tmp_path / "step-2", _model(), keep=1)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
 @on_ranks(2)
 def test_ranks_pass_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
     model = ShardedWrapper(_model())
