@@ -192,6 +192,13 @@ def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(value.shape, dtype=dtype if is_cast else value.dtype, device="meta")
 
 
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return a key, equal for tensors (in one process) that are the same view of one memory."""
+    if tensor.is_meta or not tensor.numel():  # the tensor has no address
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.dtype, *tensor.shape, *tensor.stride()
+
+
 def ties_in(key_of: Mapping[str, object]) -> dict[str, str]:
     """Map each name to the first name with the same key, if that is another name."""
     first: dict[object, str] = {}
@@ -567,7 +574,7 @@ def load_safetensors(
     op_name, begun = "load_safetensors", time.monotonic()
 
     def prepare() -> tuple[tuple[Entries, Places, _IncompatibleKeys], Facts]:
-        entries, found = _entries_of(shards), find_tensors(path)
+        entries, found = _entries_of(shards, model), find_tensors(path)
         places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
         keys = _check_fits(os.fspath(path), entries, places, strict=strict)
         facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
@@ -584,12 +591,19 @@ def load_safetensors(
     return keys
 
 
-def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
-    """Return this rank's elements of each entry of a model's state dict, in the model's memory."""
+def _entries_of(shards: ModelShards, to_load: nn.Module | None = None) -> dict[str, EntryShard]:
+    """Return this rank's elements of each entry of a model's state dict.
+
+    ``to_load``: the model, if the entries will be overwritten. Then the entries must be the model's
+    own tensors, not copies that hooks have made (for example, in the original dtype of a buffer).
+    """
     replicas_of = shards.replicas()
     entries: dict[str, EntryShard] = {}
     others = []
-    for name, value in shards.state_dict().items():
+    own = None
+    if to_load is not None:
+        own = {id(one) for one in itertools.chain(to_load.parameters(), to_load.buffers())}
+    for name, value in shards.state_dict(keep_vars=to_load is not None).items():
         if isinstance(value, FlatShardTensor):
             spec = value.spec
             part = Elements(value.local, spec.order, spec.offset)
@@ -602,13 +616,11 @@ def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
             others.append(f"{name!r} ({type(value).__name__})")
             continue
         else:
-            # Tied entries have the same address. A tensor without elements has no address.
-            place = (value.data_ptr(), *value.shape, *value.stride())
-            key = place if value.numel() else (id(value),)
-            order = memory_order(value)
-            part = Elements(value.permute(order).reshape(-1), order, 0)
+            key, order = memory_of(value), memory_order(value)
+            part = Elements(value.detach().permute(order).reshape(-1), order, 0)
         replicas = replicas_of.get(part.values.untyped_storage()._cdata)
-        if replicas is None and isinstance(value, FlatShardTensor):
+        is_own = replicas is not None or not isinstance(value, FlatShardTensor)
+        if not (is_own if own is None else id(value) in own):
             others.append(f"{name!r} (replaced by a hook)")
         entries[name] = EntryShard(value, part, replicas, key)
     if others:

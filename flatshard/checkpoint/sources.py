@@ -264,12 +264,7 @@ def convert(
     found.check_complete({names[0] for names in model.values()})
     tensors = {name: found.tensors[names] for name, names in model.items()}
     # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
-    ties = safetensors.ties_in(
-        {
-            name: name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
-            for name, one in tensors.items()
-        }
-    )
+    ties = safetensors.ties_in({n: safetensors.memory_of(one) for n, one in tensors.items()})
     like = {n: safetensors.as_saved(one, dtype) for n, one in tensors.items() if n not in ties}
     ties |= {alias: kept for alias, kept in found.ties.items() if kept in model}
     begun = time.monotonic()

@@ -41,12 +41,14 @@ class ModelShards:
                 "the result to torch.distributed.checkpoint.save, or save full_state_dict(model)."
             )
 
-    def state_dict(self, options: StateDictOptions | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, options: StateDictOptions | None = None, *, keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Return a state dict. By default it is sharded, and shares memory with the model."""
         for handle in self._handles:
             handle.absorb_replaced()
         with temporarily(self.parts, options=options or StateDictOptions(is_sharded=True)):
-            return self._model.state_dict()
+            return self._model.state_dict(keep_vars=keep_vars)
 
     def replicas(self) -> dict[int, Communicator]:
         """Return, for each flat parameter, the ranks that hold the same shard as this rank.

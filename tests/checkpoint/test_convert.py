@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_model, save_file
+from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -72,6 +72,17 @@ def test_files(tmp_path: Path, kind: str) -> None:
         state = ddp if kind == "ddp" else state
         torch.save(state, path, _use_new_zipfile_serialization=kind != "legacy")
     _check(path, tmp_path, snapshot(model))
+
+
+def test_views_of_one_memory_are_not_ties(tmp_path: Path) -> None:
+    """A square matrix and its transpose have the same address and shape."""
+    matrix = torch.arange(9.0).view(3, 3)
+    state = {"one": matrix, "transposed": matrix.t(), "tied": matrix}
+    torch.save(state, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    _assert_same(torch.load(tmp_path / "b.pt", weights_only=True), state)
+    convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    assert torch.equal(load_file(tmp_path / "b.safetensors")["transposed"], matrix.t())
 
 
 @pytest.mark.parametrize("kind", ["flatshard", "fsdp2"])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
-from flatshard import CPUOffload, ShardedWrapper
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.checkpoint import load_safetensors, save_safetensors
 from flatshard.checkpoint import safetensors as files
 from flatshard.collectives import record
@@ -233,6 +233,34 @@ def test_what_cannot_be_saved(rank: int, world_size: int, tmp_path: Path) -> Non
     experts = nn.Sequential(ShardedWrapper(nn.Linear(3, 3), process_group=group), nn.Linear(3, 3))
     with pytest.raises(NotImplementedError, match="unit '0' trains only on ranks"):
         save_safetensors(ShardedWrapper(experts), tmp_path)
+
+
+class _Scaled(nn.Linear):
+    """A layer with a buffer that `MixedPrecision(buffer_dtype=...)` casts."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(5, 3)
+        self.register_buffer("scale", torch.full((4,), scale))
+
+
+@on_ranks(2)
+def test_cast_buffers(rank: int, world_size: int, tmp_path: Path) -> None:
+    """State dicts have copies of these buffers, in the original dtype."""
+    precision = MixedPrecision(buffer_dtype=torch.bfloat16)
+    save_safetensors(ShardedWrapper(_Scaled(3.0), mixed_precision=precision), tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["scale"].dtype is torch.float32
+    model = ShardedWrapper(_Scaled(1.0), mixed_precision=precision)
+    load_safetensors(model, tmp_path)
+    assert model.scale.tolist() == [3.0] * 4
+    hooked = _Scaled(1.0)
+    hooked.register_state_dict_post_hook(_copy_scale)
+    model = ShardedWrapper(hooked)
+    with pytest.raises(ValueError, match=r"'scale' \(replaced by a hook\)"):
+        load_safetensors(model, tmp_path)
+
+
+def _copy_scale(_: nn.Module, state_dict: dict[str, Tensor], *rest: Any) -> None:
+    state_dict["scale"] = state_dict["scale"].clone()
 
 
 @on_ranks(3)
