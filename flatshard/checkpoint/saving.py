@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
@@ -26,7 +25,7 @@ from flatshard.checkpoint.sources import leaves
 from flatshard.checkpoint.training import HostRanks, Optimizers, Training
 from flatshard.comm.consistency import Facts, agreed, sendable
 from flatshard.comm.work import CollectiveError, named
-from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
+from flatshard.optimizer.state_dicts import check_same_state, copied
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 _DESTROYED = (
@@ -189,7 +188,7 @@ class Save:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}
         of_scheduler = None if scheduler is None else scheduler.state_dict()
-        of_scheduler, extra = pytree.tree_map(python_number, (of_scheduler, dict(extra or {})))
+        of_scheduler, extra = copied((of_scheduler, dict(extra or {})), torch.device("cpu"))
         self.step = step if isinstance(step := extra.get("step"), int) else None
         named = {f"extra[{name!r}]": value for name, value in extra.items()}
         for name, value in {"the scheduler's state": of_scheduler, **named}.items():

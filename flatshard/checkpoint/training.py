@@ -92,12 +92,15 @@ class Training:
         # The thread of an unfinished save runs collectives on the group of `ranks`. So no other
         # save or load may use the group before the thread ends.
         wait_for_pending()
-        self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.plain, group = model, dist.group.WORLD if dist.is_initialized() else None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.plain, group = model.module, model.process_group
         self.shards = model_shards(self.plain, caller)
         self.shards.refuse_dtensors(caller)
+        # With CPUOffload, sharded parameters are not on the device on which units compute.
+        computing = chain.from_iterable(unit.handles for unit in self.shards.units)
+        devices = (one.device for one in chain(computing, model.parameters()))
+        self.device = next(devices, torch.device("cpu"))
         self.ranks = HostRanks.of(self.shards.world.group if self.shards.units else group)
         optimizers, units = by_name(optimizer).items(), self.shards.units
         self.optimizers = {name: OptimState(self.plain, one, units) for name, one in optimizers}

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.checkpoint import dcp_files
 from flatshard.checkpoint.saving import Save
+from flatshard.checkpoint.training import Training
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
@@ -284,6 +285,15 @@ def test_extra_state(count: Any, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "one", model)
     checkpoint.load(tmp_path / "one", other)
     torch.testing.assert_close(other.count, count)
+
+
+@on_ranks(1)
+def test_generators_of_the_computing_device(rank: int, world_size: int) -> None:
+    """With CPUOffload, no parameter is on the device whose generator dropout uses."""
+    model = ShardedWrapper(nn.Linear(2, 2))
+    for handle in model._sharded_unit.handles:
+        handle.device = torch.device("cuda", 3)
+    assert Training(model, None, "save()").device == torch.device("cuda", 3)
 
 
 @on_ranks(2)
