@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
@@ -25,7 +26,7 @@ from flatshard.checkpoint.sources import leaves
 from flatshard.checkpoint.training import HostRanks, Optimizers, Training
 from flatshard.comm.consistency import Facts, agreed, sendable
 from flatshard.comm.work import CollectiveError, named
-from flatshard.optimizer.state_dicts import check_same_state, copied
+from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 _DESTROYED = (
@@ -115,7 +116,9 @@ def save(
     ranks, one = training.ranks, Save(Path(path), training.ranks, keep)
     # If one rank fails here, all ranks raise before any file is written.
     take = partial(one.take, training, scheduler, extra, copies=async_)
-    one._check_same(agreed(take, [ranks], one.op_name, _REMEDY))
+    for kind, values in agreed(take, [ranks], one.op_name, _REMEDY):
+        # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
+        check_same_state(values, ranks, kind, some_may_lack=True)
     ranks.on_first(partial(folders.begin, one.path, keep), one.op_name)
     if async_:
         return PendingSave(one.path, one.write)
@@ -158,10 +161,6 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# Each optimizer's class and unsharded state, which must be equal on all ranks.
-_States = list[tuple[str, dict[str, Any]]]
-
-
 class Save:
     """Saves one checkpoint."""
 
@@ -176,10 +175,11 @@ class Save:
 
     def take(
         self, training: Training, scheduler: Any, extra: dict[str, Any] | None, *, copies: bool
-    ) -> tuple[_States, Facts]:
-        """Set ``tensors``, ``own`` and ``step``; return values that must be equal on all ranks.
+    ) -> tuple[list[tuple[str, dict[str, Any]]], Facts]:
+        """Set ``tensors``, ``own`` and ``step``; return values for ranks to compare.
 
-        With ``copies``, training may continue afterwards: ``tensors`` are copies in host memory.
+        The values are each optimizer's class and unsharded state, and facts. With ``copies``,
+        ``tensors`` are copies in host memory: training may continue afterwards.
         """
         rest = None
         self.tensors = {"model": training.shards.state_dict()}
@@ -188,7 +188,9 @@ class Save:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}
         of_scheduler = None if scheduler is None else scheduler.state_dict()
-        of_scheduler, extra = copied((of_scheduler, dict(extra or {})), torch.device("cpu"))
+        given = pytree.tree_map(python_number, (of_scheduler, dict(extra or {})))
+        # On the CPU, because the texts that ranks compare below contain the device.
+        of_scheduler, extra = pytree.tree_map_only(Tensor, lambda one: one.detach().cpu(), given)
         self.step = step if isinstance(step := extra.get("step"), int) else None
         named = {f"extra[{name!r}]": value for name, value in extra.items()}
         for name, value in {"the scheduler's state": of_scheduler, **named}.items():
@@ -213,12 +215,6 @@ class Save:
         if copies:
             self.tensors = copied(self.tensors, torch.device("cpu"))
         return same, facts
-
-    def _check_same(self, states: _States) -> None:
-        """Raise ValueError, on all ranks, if the optimizers' unsharded states differ."""
-        for kind, values in states:
-            # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
-            check_same_state(values, self.ranks, kind, some_may_lack=True)
 
     def write(self) -> None:
         """Write the files, and turn the folder into a complete checkpoint. Collective."""
