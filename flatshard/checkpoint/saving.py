@@ -188,14 +188,14 @@ class Save:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}
         of_scheduler = None if scheduler is None else scheduler.state_dict()
-        given = pytree.tree_map(python_number, (of_scheduler, dict(extra or {})))
-        # On the CPU, because the texts that ranks compare below contain the device.
-        of_scheduler, extra = pytree.tree_map_only(Tensor, lambda one: one.detach().cpu(), given)
+        of_scheduler, extra = pytree.tree_map(python_number, (of_scheduler, dict(extra or {})))
         self.step = step if isinstance(step := extra.get("step"), int) else None
         named = {f"extra[{name!r}]": value for name, value in extra.items()}
         for name, value in {"the scheduler's state": of_scheduler, **named}.items():
             _check_loads(name, value)
-        facts = {name: repr(value) for name, value in named.items()}
+        # A tensor's `repr` has its device, which differs between ranks, but not all its elements.
+        lists = pytree.tree_map_only(Tensor, Tensor.tolist, named)
+        facts = {name: repr(value) for name, value in lists.items()}
         facts |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
         kinds = training.kinds()
         facts["the list of optimizers"] = str({name: kind for name, (kind, _) in kinds.items()})

@@ -256,6 +256,9 @@ def test_ranks_pass_the_same(rank: int, world_size: int, tmp_path: Path) -> None
     expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass equal"
     with pytest.raises(ValueError, match=expected):
         checkpoint.save(tmp_path / "one", model, extra={"loss": rank})
+    large = torch.zeros(2000).index_fill_(0, torch.tensor(1000), rank)
+    with pytest.raises(ValueError, match=r"extra\['large'\] is \[0"):
+        checkpoint.save(tmp_path / "one", model, extra={"large": large})
     # Equal values in tensors that differ otherwise (on GPUs, each rank has its own device).
     loss = torch.ones(2, requires_grad=rank == 0)
     checkpoint.save(tmp_path / "other" / "zero", model, extra={"loss": loss})
