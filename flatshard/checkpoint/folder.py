@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -26,8 +25,6 @@ from typing import Any
 MARKER = "flatshard.json"
 _FORMAT = "flatshard.checkpoint/1"
 INCOMPLETE = ".incomplete"
-
-logger = logging.getLogger("flatshard.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,6 @@ class Marker:
     @property
     def lengths(self) -> dict[str, int]:
         return {name: file.bytes for name, file in self.files.items()}
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.lengths.values())
 
 
 def read_marker(folder: Path) -> Marker | None:
@@ -144,13 +137,6 @@ def own_file(rank: int) -> str:
 def incomplete(path: Path) -> Path:
     """Return the temporary folder for the files of a save, which is later renamed to ``path``."""
     return path.with_name(path.name + INCOMPLETE)
-
-
-def log_speed(did: str, path: object, num_bytes: int, begun: float) -> None:
-    """Log how many bytes all ranks have written or read since ``begun``, and how fast."""
-    seconds = max(time.monotonic() - begun, 1e-9)
-    said = f"{num_bytes / 1e9:.3f} GB in {seconds:.2f} s, {num_bytes / seconds / 1e9:.2f} GB/s"
-    logger.info("%s %s: %s", did, path, said)
 
 
 # ---------------------------------------------------------------- writing

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import sys
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,6 @@ def load(
     training = Training(model, optimizer, "checkpoint.load()")
     op_name = f"checkpoint.load({path and str(path)!r})"
     is_given, path, ranks = path is not None, Path(path or ""), training.ranks
-    begun = time.monotonic()
 
     def own_file(rank: int) -> StateDict:
         file = path / folders.own_file(rank)
@@ -117,8 +115,6 @@ def load(
         return own_file(ranks.rank)["rng"] if is_there else None, first
 
     rng, first = ranks.agree(read, op_name)
-    if ranks.rank == 0:
-        folders.log_speed("loaded", path, marker.bytes, begun)
     nested = found.nested(targets)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
     packed, rest = nested.get("optimizer", {}), first.get("optimizer") or {}

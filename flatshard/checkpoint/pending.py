@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import traceback
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from flatshard.checkpoint import folder as folders
+_logger = logging.getLogger("flatshard.checkpoint")
 
 
 class PendingSave:
@@ -58,7 +59,7 @@ def wait_for_pending() -> None:
     """Wait for an unfinished save. Raises the save's error, unless ``wait()`` has raised it."""
     if _pending is not None:
         if not _pending.done():
-            folders.logger.info("waiting until %s is saved", _pending.path)
+            _logger.info("waiting until %s is saved", _pending.path)
         _pending.wait()
 
 

@@ -22,7 +22,6 @@ import math
 import operator
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatshard.checkpoint.folder import log_speed, sync
+from flatshard.checkpoint.folder import sync
 from flatshard.checkpoint.training import sharded
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed
@@ -489,7 +488,7 @@ def save_safetensors(
     """
     shards, ranks = sharded(model, "save_safetensors()")
     weights = extra("weights", "save_safetensors(merge_lora=True)") if merge_lora else None
-    op_name, is_first, begun = "save_safetensors", ranks.rank == 0, time.monotonic()
+    op_name = "save_safetensors"
 
     def prepare() -> tuple[tuple[Entries, Plan], Facts]:
         entries = _entries_of(shards)
@@ -507,14 +506,12 @@ def save_safetensors(
     entries, plan = agreed(prepare, [ranks], op_name, _REMEDY)
     with contextlib.closing(plan):
         ranks.on_first(plan.create, op_name)
-        parts = _own_parts(entries, plan.places, is_first)
+        parts = _own_parts(entries, plan.places, ranks.rank == 0)
         if weights is not None:
             merged = weights.full_tensors(model, dtype=dtype, merge_lora=True, ranks=0)
             parts = ((name, whole(tensor)) for name, tensor in merged)
         ranks.agree(lambda: plan.write(parts), op_name)
         ranks.on_first(plan.commit, op_name)
-    if is_first:
-        log_speed("saved", path, sum(place.nbytes for place in plan.places.values()), begun)
 
 
 def _own_parts(entries: Entries, names: Iterable[str], is_first: bool) -> Parts:
@@ -571,7 +568,7 @@ def load_safetensors(
         RuntimeError: a forward or backward of the model is running.
     """
     shards, ranks = sharded(model, "load_safetensors()")
-    op_name, begun = "load_safetensors", time.monotonic()
+    op_name = "load_safetensors"
 
     def prepare() -> tuple[tuple[Entries, Places, _IncompatibleKeys], Facts]:
         entries, found = _entries_of(shards, model), find_tensors(path)
@@ -585,9 +582,6 @@ def load_safetensors(
         ranks.agree(lambda: _read(entries, places), op_name)
     finally:
         shards.mark_written()
-    if ranks.rank == 0:
-        num_bytes = sum(places[name].nbytes for name in entries if name in places)
-        log_speed("loaded", path, num_bytes, begun)
     return keys
 
 

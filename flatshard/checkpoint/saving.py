@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -238,7 +237,7 @@ class Save:
         from flatshard.checkpoint import dcp_files
 
         ranks, folder = self.ranks, folders.incomplete(self.path)
-        writer, begun = dcp_files.Writer(folder), time.monotonic()
+        writer = dcp_files.Writer(folder)
         try:
             where = named(f"{self.op_name}, rank {ranks.ranks[ranks.rank]}")
             # In a single process, DCP would warn that it saves without a process group.
@@ -273,6 +272,5 @@ class Save:
             files = {name: record for one in records for name, record in one.items()}
             marker = folders.Marker(len(ranks.ranks), self.step, files)
             folders.finish(self.path, marker, self.keep)
-            folders.log_speed("saved", self.path, marker.bytes, begun)
 
         ranks.on_first(complete, self.op_name)

@@ -12,7 +12,6 @@ import mmap
 import os
 import pickle
 import re
-import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -267,7 +266,6 @@ def convert(
     ties = safetensors.ties_in({n: safetensors.memory_of(one) for n, one in tensors.items()})
     like = {n: safetensors.as_saved(one, dtype) for n, one in tensors.items() if n not in ties}
     ties |= {alias: kept for alias, kept in found.ties.items() if kept in model}
-    begun = time.monotonic()
 
     def read(name: str) -> Tensor:
         return found.read(model[name]).to(like[name].dtype)
@@ -279,7 +277,6 @@ def convert(
             plan.create()
             plan.write((name, safetensors.whole(read(name))) for name in plan.places)
             plan.commit()
-    folders.log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 
 
 def _write_torch(

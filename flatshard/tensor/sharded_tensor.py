@@ -322,7 +322,6 @@ class FlatShardTensor(torch.Tensor):
         *,
         role: str = "tensor like",
         flat: Tensor | None = None,
-        requires_grad: bool = False,
         origin: Origin | None = None,
     ) -> Self:
         """Make a sharded tensor in the memory of ``local``, ``(spec.numel,)``.
@@ -331,12 +330,7 @@ class FlatShardTensor(torch.Tensor):
         """
         shown = spec.whole if cls.shows_unsplit else spec
         self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shown.shape,
-            strides=shown.strides,
-            dtype=local.dtype,
-            device=local.device,
-            requires_grad=requires_grad,
+            cls, shown.shape, strides=shown.strides, dtype=local.dtype, device=local.device
         )
         # Make torch raise if C++ code reads the tensor's memory, which would be address 0. This
         # happens in a collective with nested lists, and after `plain.data = sharded`.
@@ -353,11 +347,9 @@ class FlatShardTensor(torch.Tensor):
         """Make a sharded parameter in the memory of ``flat``."""
         local = flat[spec.range]
         origin = Origin(Source.PARAMETERS, is_fixed=True)
-        self = cls(
-            local, spec, role="parameter", flat=flat, requires_grad=requires_grad, origin=origin
-        )
+        self = cls(local, spec, role="parameter", flat=flat, origin=origin)
         self._is_param = self.is_unit_parameter = True
-        return self
+        return self.requires_grad_(requires_grad)
 
     @property
     def is_alike(self) -> bool:
