@@ -82,6 +82,9 @@ def load(
         return load_safely(file, file)  # type: ignore[no-any-return]
 
     def prepare() -> tuple[tuple[folders.Marker, Saved, StateDict, StateDict], Facts]:
+        # First, because this is collective for some optimizers: a rank that raises before would
+        # leave the other ranks waiting.
+        states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         if not is_given:
             raise FileNotFoundError(
                 "there is no checkpoint to load: the path is None. checkpoint.latest() returns "
@@ -93,7 +96,6 @@ def load(
         # describe other tensors.
         folders.check_sums(path, marker, [".metadata"])
         found = Saved(path)
-        states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         wanted = {"model": training.shards.state_dict(), "optimizer": joined(states)}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")

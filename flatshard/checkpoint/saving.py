@@ -181,8 +181,10 @@ class Save:
         ``tensors`` are copies in host memory: training may continue afterwards.
         """
         rest = None
-        self.tensors = {"model": training.shards.state_dict()}
+        # First, because this is collective for some optimizers: a rank that raises before would
+        # leave the other ranks waiting.
         states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
+        self.tensors = {"model": training.shards.state_dict()}
         if (state := trainings.joined(states)) is not None:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}

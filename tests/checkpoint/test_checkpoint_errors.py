@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from flatshard import CollectiveError, ShardedWrapper, checkpoint
 from flatshard.checkpoint import dcp_files, folder, pending, saving
 from flatshard.checkpoint.command_line import main
+from flatshard.extras.model_shards import ModelShards
 from flatshard.extras.whole_tensors import WholeTensorAdapter
 from tests.harness import full_disk, on_ranks, run_ranks
 from tests.oracle import snapshot
@@ -113,6 +114,24 @@ def test_no_checkpoint_yet(rank: int, world_size: int, tmp_path: Path) -> None:
     last = checkpoint.latest(tmp_path / "elsewhere" if rank == 1 else tmp_path)
     with pytest.raises(FileNotFoundError, match=expected.format(1)):
         checkpoint.load(last, model)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_an_error_on_one_rank_with_an_optimizer_that_shares_its_state(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """The other rank does not wait for this rank in the exchange of optimizer state."""
+    model = ShardedWrapper(nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.Muon(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    with pytest.raises(FileNotFoundError, match=r"rank 1: there is no checkpoint to load"):
+        checkpoint.load(None if rank else tmp_path / "one", model, optimizer)  # type: ignore[arg-type]
+    failing = mock.patch.object(ModelShards, "state_dict", side_effect=OSError("no memory"))
+    with failing if rank else nullcontext(), pytest.raises(OSError, match="rank 1: no memory"):
+        checkpoint.save(tmp_path / "two", model, optimizer)
+    checkpoint.load(tmp_path / "one", model, optimizer)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank-00000.pt", "flatshard.json"])
