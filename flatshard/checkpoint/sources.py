@@ -58,7 +58,7 @@ class Source:
             )
 
     def model(self, key: str | None = None) -> dict[str, Names]:
-        """Return the names of the model's parameters, mapped to the keys in ``tensors``.
+        """Return the names of the model's tensors, also tied ones, mapped to keys in ``tensors``.
 
         ``key`` ("app.model", for example) is the entry of the checkpoint that contains the model.
         If None, the entry has one of the usual names (model, module, state_dict,
@@ -79,6 +79,7 @@ class Source:
             )
         depth = len(found[0])
         model = {".".join(n[depth:]): n for n in self.tensors if n[:depth] == found[0]}
+        model |= {alias: (kept,) for alias, kept in self.ties.items()}
         # DistributedDataParallel and torch.compile put these prefixes before all names.
         for prefix in ("module.", "_orig_mod."):
             if all(name.startswith(prefix) for name in model):
@@ -262,10 +263,9 @@ def convert(
     model = found.model(key)
     found.check_complete({names[0] for names in model.values()})
     tensors = {name: found.tensors[names] for name, names in model.items()}
-    # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
+    # Convert only the first of tied tensors. In a file of torch.save, they share memory.
     ties = safetensors.ties_in({n: safetensors.memory_of(one) for n, one in tensors.items()})
     like = {n: safetensors.as_saved(one, dtype) for n, one in tensors.items() if n not in ties}
-    ties |= {alias: kept for alias, kept in found.ties.items() if kept in model}
 
     def read(name: str) -> Tensor:
         return found.read(model[name]).to(like[name].dtype)

@@ -74,6 +74,15 @@ def test_files(tmp_path: Path, kind: str) -> None:
     _check(path, tmp_path, snapshot(model))
 
 
+def test_ties_in_safetensors_of_ddp(tmp_path: Path) -> None:
+    values = {"module.one": torch.ones(2), "module.other": torch.zeros(3)}
+    save_file(values, tmp_path / "a.safetensors", {"module.tied": "module.one"})
+    convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert loaded.keys() == {"one", "other", "tied"}
+    assert loaded["tied"].data_ptr() == loaded["one"].data_ptr()
+
+
 def test_views_of_one_memory_are_not_ties(tmp_path: Path) -> None:
     """A square matrix and its transpose have the same address and shape."""
     matrix = torch.arange(9.0).view(3, 3)
