@@ -105,7 +105,6 @@ class Saved:
     """The tensors and values in a DCP folder. ``metadata``: torch's ``Metadata`` of the folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the file ``.metadata``."""
         self._folder, content = folder, io.BytesIO((folder / ".metadata").read_bytes())
         try:
             self.metadata: Any = _Metadata(content).load()

@@ -93,7 +93,6 @@ def _complete_in(directory: Path) -> list[tuple[float, Path]]:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Read a file, and return its length and checksum."""
     piece, crc32, length = memoryview(bytearray(4 << 20)), 0, 0
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(piece):

@@ -185,7 +185,6 @@ def _require_complete(path: Path) -> folders.Marker:
 
 
 def _restore_generators(found: StateDict, device: torch.device) -> None:
-    """Set this rank's random number generators to the saved states."""
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
     if "cuda" in found and device.type == "cuda":

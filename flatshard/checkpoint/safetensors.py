@@ -515,7 +515,6 @@ def save_safetensors(
 
 
 def _own_parts(entries: Entries, names: Iterable[str], is_first: bool) -> Parts:
-    """Yield the elements that this rank writes."""
     for name in names:
         one = entries[name]
         values, order, start = one.local

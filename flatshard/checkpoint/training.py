@@ -39,7 +39,6 @@ class HostRanks(HostExchange):
     """Exchanges Python objects between the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the exchange. No other code may run collectives on ``group``."""
         super().__init__(group, torch.device("cpu"))
         self.rank = 0 if group is None else group.rank()
 

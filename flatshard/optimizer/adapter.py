@@ -379,7 +379,6 @@ def shown(state: State) -> State:
 
 
 def all_params(optimizer: Optimizer) -> Iterator[Any]:
-    """Return the parameters of all groups, in order."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 

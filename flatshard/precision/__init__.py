@@ -252,7 +252,6 @@ class PrecisionPlan:
         # Ids of parameters and buffers that are ignored, or belong to units wrapped earlier.
         left_alone: Collection[int],
     ) -> None:
-        """Choose the dtypes of all modules and parameters. The model is not changed."""
         self._module, self._precisions, self._left_alone = module, precisions, left_alone
         # `ChosenDtypes` of the extra `overrides`. None: no unit has the option `overrides`.
         self.chosen: Any = None
@@ -270,7 +269,6 @@ class PrecisionPlan:
     def _plan_module(
         self, module: nn.Module, precision: MixedPrecision, around: Override | None
     ) -> None:
-        """Choose the dtypes of ``module``, its parameters, and its submodules, recursively."""
         if module in self._precision_of or is_sharded(module):
             return
         if (own := self._precisions.get(module, precision)) != precision:
@@ -309,7 +307,6 @@ class PrecisionPlan:
             )
 
     def of_param(self, param: nn.Parameter, precision: MixedPrecision) -> ParamPrecision:
-        """Return the dtypes of ``param`` and its gradient."""
         override = self._override_of_param.get(id(param))
         compute_dtype, reduce_dtype = precision.param_dtype, precision.reduce_dtype
         gather_dtype = None if id(param) in self._not_linear else precision.gather_dtype

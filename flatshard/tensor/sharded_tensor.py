@@ -344,7 +344,6 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
-        """Make a sharded parameter in the memory of ``flat``."""
         local = flat[spec.range]
         origin = Origin(Source.PARAMETERS, is_fixed=True)
         self = cls(local, spec, role="parameter", flat=flat, origin=origin)
