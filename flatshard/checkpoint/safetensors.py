@@ -401,7 +401,10 @@ def move(place: Place, part: Elements, *, to_file: bool) -> None:
                 data = (ctypes.c_char * moved.nbytes).from_address(moved.data_ptr())
                 file.seek(place.offset + first * place.dtype.itemsize)
                 if to_file:
-                    moved.copy_(values)
+                    # A copy of a shard onto itself would count as a write, on some ranks only: the
+                    # next forward would all-gather on these ranks, and the other ranks would not.
+                    if not is_there:
+                        moved.copy_(values)
                     file.write(data)
                 elif missing := len(data) - file.readinto(data):
                     raise ValueError(

@@ -235,6 +235,20 @@ def test_what_cannot_be_saved(rank: int, world_size: int, tmp_path: Path) -> Non
         save_safetensors(ShardedWrapper(experts), tmp_path)
 
 
+@on_ranks(2)
+def test_saving_is_no_write(rank: int, world_size: int, tmp_path: Path) -> None:
+    """After a save, no rank all-gathers again what it has gathered: others might not."""
+    linear = nn.Linear(9, 7)
+    linear.bias.requires_grad_(False)
+    model = ShardedWrapper(linear, sharding_strategy="SHARD_OP")
+    model(torch.ones(1, 9)).sum().backward()
+    gathered = [handle for handle in model._sharded_unit.handles if handle.is_current]
+    assert gathered
+    save_safetensors(model, tmp_path)
+    assert all(handle.is_current for handle in gathered)
+    model(torch.ones(1, 9)).sum().backward()
+
+
 class _Scaled(nn.Linear):
     """A layer with a buffer that `MixedPrecision(buffer_dtype=...)` casts."""
 
