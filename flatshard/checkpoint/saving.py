@@ -91,8 +91,8 @@ def save(
             tensors, and lists and dicts of these, the same on all ranks. ``flatshard inspect``
             shows ``extra["step"]`` as the checkpoint's step.
         async_: copy the tensors to host memory and return, while a thread writes the files. The
-            next save, the next load and the end of the program wait for the thread. Call ``wait()``
-            on the result before you destroy the process group.
+            next save or load (also of safetensors), and the end of the program, wait for the
+            thread. Call ``wait()`` on the result before you destroy the process group.
         keep: number of checkpoints to keep. Older checkpoints beside ``path`` whose names differ
             only in their numbers are deleted.
 
