@@ -97,8 +97,8 @@ class Training:
         self.shards = model_shards(self.plain, caller)
         self.shards.refuse_dtensors(caller)
         # With CPUOffload, sharded parameters are not on the device on which units compute.
-        computing = chain.from_iterable(unit.handles for unit in self.shards.units)
-        devices = (one.device for one in chain(computing, model.parameters()))
+        handles = chain.from_iterable(unit.handles for unit in self.shards.units)
+        devices = chain((one.device for one in handles), (one.device for one in model.parameters()))
         self.device = next(devices, torch.device("cpu"))
         self.ranks = HostRanks.of(self.shards.world.group if self.shards.units else group)
         optimizers, units = by_name(optimizer).items(), self.shards.units

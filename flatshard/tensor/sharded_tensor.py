@@ -348,7 +348,8 @@ class FlatShardTensor(torch.Tensor):
         origin = Origin(Source.PARAMETERS, is_fixed=True)
         self = cls(local, spec, role="parameter", flat=flat, origin=origin)
         self._is_param = self.is_unit_parameter = True
-        return self.requires_grad_(requires_grad)
+        self.requires_grad_(requires_grad)
+        return self
 
     @property
     def is_alike(self) -> bool:
