@@ -219,11 +219,11 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             spec.refuse(f"writing into a plain tensor with {func._schema.name}")
     result = func(*map(local, args), **{key: local(v) for key, v in kwargs.items()})
     if not is_mutable:
-        role = f"{func._opname} of {first_sharded(args, kwargs).shard_role}"
-        return [
-            value if spec is None else FlatShardTensor(value, spec, role=role)
-            for value, spec in zip(result, specs, strict=True)
-        ]
+        like, pairs = first_sharded(args, kwargs), [*zip(result, specs, strict=True)]
+        if any(spec is not None and value.shape != (spec.numel,) for value, spec in pairs):
+            like.refuse(func._schema.name)  # a reduction, such as `_foreach_powsum`
+        role = f"{func._opname} of {like.shard_role}"
+        return [v if spec is None else FlatShardTensor(v, spec, role=role) for v, spec in pairs]
     for argument, values in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             sharded_tensor.wrote((values,))
