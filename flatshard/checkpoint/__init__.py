@@ -11,11 +11,10 @@ from torch import nn
 
 from flatshard.checkpoint.folder import latest
 from flatshard.checkpoint.loading import load
-from flatshard.checkpoint.pending import PendingSave
 from flatshard.checkpoint.safetensors import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import save
 from flatshard.checkpoint.sources import convert
-from flatshard.checkpoint.training import Optimizers
+from flatshard.checkpoint.training import Optimizers, PendingSave
 from flatshard.extras.model_shards import model_shards
 from flatshard.optimizer.state_dicts import copied
 from flatshard.state.model_state import StateDictOptions

@@ -20,9 +20,8 @@ from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint import training as trainings
-from flatshard.checkpoint.pending import PendingSave
 from flatshard.checkpoint.sources import leaves
-from flatshard.checkpoint.training import HostRanks, Optimizers, Training
+from flatshard.checkpoint.training import HostRanks, Optimizers, PendingSave, Training
 from flatshard.comm.consistency import Facts, agreed, sendable
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import check_same_state, copied, python_number

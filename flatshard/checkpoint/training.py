@@ -1,6 +1,7 @@
 """``Training``: the model and optimizer of a save or load. ``HostRanks``: exchanges of objects.
 
-The exchanges use a separate process group, so a thread can use them while training continues.
+The exchanges use a separate process group, so the thread of a ``PendingSave`` can use them while
+training continues.
 
 [Note: values that DCP would lose]
 DCP stores each tensor in a list or dict separately. But DCP pickles a tuple or a deque as a whole,
@@ -11,17 +12,23 @@ restores the original values.
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard.checkpoint.pending import wait_for_pending
 from flatshard.comm.consistency import agreed
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
@@ -30,6 +37,7 @@ from flatshard.extras.model_shards import ModelShards, model_shards
 from flatshard.state.optim_state import OptimState
 
 T = TypeVar("T")
+_logger = logging.getLogger("flatshard.checkpoint")
 
 # Exchanges that `HostRanks.of` has made, keyed by the process group that trains the model.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
@@ -149,6 +157,71 @@ def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
             f"unwrapped {type(model).__name__}. For unwrapped models, use safetensors.torch."
         )
     return training.shards, training.ranks
+
+
+# ---------------------------------------------------------------- a save in a thread
+
+
+class PendingSave:
+    """A checkpoint that a thread writes while training continues.
+
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        pending = checkpoint.save("runs/step-1", model, optimizer, async_=True)
+        loss_fn(model(inputs), labels).backward()  # training continues
+        optimizer.step()
+        pending.wait()
+        ```
+    """
+
+    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+        global _pending
+        self.path = path
+        # Python waits for the threads of executors at the end of a program.
+        thread = ThreadPoolExecutor(1, "flatshard-checkpoint")
+        self._written = thread.submit(write)
+        thread.shutdown(wait=False)  # the thread ends when the save ends
+        _pending = self
+
+    def done(self) -> bool:
+        """Whether the save has ended, so that ``wait`` would not block."""
+        return self._written.done()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete.
+
+        Raises the errors that ``save`` lists. The next save or load does not repeat these errors.
+        """
+        global _pending
+        if _pending is self:
+            _pending = None
+        self._written.result()
+
+
+_pending: PendingSave | None = None
+
+
+def wait_for_pending() -> None:
+    """Wait for an unfinished save. Raises the save's error, unless ``wait()`` has raised it."""
+    if _pending is not None:
+        if not _pending.done():
+            _logger.info("waiting until %s is saved", _pending.path)
+        _pending.wait()
+
+
+@atexit.register
+def _at_exit() -> None:
+    try:
+        wait_for_pending()
+    except Exception:
+        # Exit with status 1: Python would only print the exception, and exit with status 0.
+        traceback.print_exc()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 # ---------------------------------------------------------------- values that DCP would lose

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from flatshard import CollectiveError, ShardedWrapper, checkpoint
-from flatshard.checkpoint import dcp_files, folder, pending, saving
+from flatshard.checkpoint import dcp_files, folder, saving, training
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.model_shards import ModelShards
 from flatshard.extras.whole_tensors import WholeTensorAdapter
@@ -416,8 +416,8 @@ def test_an_error_nobody_awaits_is_raised_at_exit(
     while not save.done():
         time.sleep(0.01)
     with pytest.raises(OSError, match="the disk is on fire"):
-        pending.wait_for_pending()  # as Python calls it
-    pending.wait_for_pending()
+        training.wait_for_pending()  # as Python calls it
+    training.wait_for_pending()
 
 
 @on_ranks(2, fresh=True)
@@ -442,10 +442,10 @@ def test_a_save_that_failed_is_the_programs_status(tmp_path: Path) -> None:
     script.write_text(
         "import torch\n"
         "from flatshard import checkpoint\n"
-        "from flatshard.checkpoint import folder, pending\n"
+        "from flatshard.checkpoint import folder, training\n"
         "folder.finish = None\n"
         "checkpoint.save('one', torch.nn.Linear(1, 1), async_=True)\n"
-        "pending._at_exit()\n"  # as Python calls it
+        "training._at_exit()\n"  # as Python calls it
     )
     ended = run_script(script, cwd=tmp_path)
     assert ended.status == 1
