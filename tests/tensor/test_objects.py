@@ -53,6 +53,16 @@ def _saved(value: Any) -> None:
     torch.save(value, io.BytesIO())
 
 
+@pytest.mark.skipif(not hasattr(torch, "_foreach_powsum"), reason="newer torch")
+@on_ranks(2)
+def test_a_reduction_that_flatshard_does_not_know(rank: int, world_size: int) -> None:
+    """It gets full tensors: the result for a range would be taken for a range of the result."""
+    params = [*pair(rank, world_size, "full")[0].model.parameters()]
+    with torch.no_grad(), allow_warnings():
+        expected = [param.full_tensor().pow(2).sum() for param in params]
+        torch.testing.assert_close(list(torch._foreach_powsum(params, 2.0)), expected)
+
+
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
 def test_scalers_under_an_fp16_policy(kind: str) -> None:
     """Torch's own scaler, and the one that FSDP1 needs, which talks to the other ranks itself."""
