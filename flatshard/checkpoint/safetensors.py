@@ -102,7 +102,6 @@ class Plan:
     places: dict[str, Place] = field(default_factory=dict)
     index: str = ""  # text of the index; empty for a single file
     replaces: str = ""  # regular expression for the names of old files, which `commit` deletes
-    made: list[Path] = field(default_factory=list)  # temporary files that this process has made
 
     def temporary(self, name: str) -> Path:
         """Return the temporary path of a file, which is the same on all ranks."""
@@ -126,8 +125,7 @@ class Plan:
         self.folder.mkdir(parents=True, exist_ok=True)
         ends = {place.path: place.offset + place.nbytes for place in self.places.values()}
         for name, header in self.headers.items():
-            self.made.append(self.temporary(name))
-            with open(self.made[-1], "wb") as file:
+            with open(self.temporary(name), "wb") as file:
                 end = max(ends.get(file.name, 0), len(header))
                 try:
                     # Reserve all bytes now, so that a full disk raises before tensors are written.
@@ -179,10 +177,10 @@ class Plan:
         sync(self.folder)
 
     def close(self) -> None:
-        """Delete this process's temporary files. `commit` has renamed the files of a whole save."""
-        for path in self.made:
+        """Delete the temporary files of a save that failed. Otherwise `commit` has renamed them."""
+        for name in self.headers:
             with contextlib.suppress(OSError):
-                path.unlink()
+                self.temporary(name).unlink()
 
 
 def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
