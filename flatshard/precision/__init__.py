@@ -151,7 +151,7 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
 def cast_again(module: nn.Module) -> None:
     """Cast the buffers of a module to the policy's dtype, after a conversion by the user."""
     dtype, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
-    for buffer in (module._buffers[name] for name in own):
+    for buffer in map(module._buffers.get, own):  # None if the user has deleted the buffer
         if buffer is not None and buffer.dtype != dtype:
             buffer.data = buffer.data.to(dtype)
 

@@ -149,6 +149,16 @@ class Traced(nn.Module):
         return {"out": self.second((h * scale).to(FP32)), "ids": scale.long()}
 
 
+@on_ranks(1)
+def test_conversion_after_a_cast_buffer_was_deleted(rank: int, world_size: int) -> None:
+    inner = Traced()
+    model = ShardedWrapper(inner, mixed_precision=MixedPrecision(BF16, buffer_dtype=FP16))
+    del inner.also
+    model.to(torch.float64)
+    assert inner.table.dtype is FP16
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+
+
 @on_ranks(2)
 def test_inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
     inputs, scale = torch.randn(3, 4), torch.ones(4)
