@@ -362,8 +362,7 @@ def _install(recorder: Recorder) -> None:
     steps.register_optimizer_step_pre_hook(recorder.before_step)
     steps.register_optimizer_step_post_hook(recorder.after_step)
     if recorder.options.run == "noise":
-        exact = torch.linalg.vector_norm = functools.partial(_exact_norm, torch.linalg.vector_norm)  # type: ignore
-        torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
+        torch.linalg.vector_norm = functools.partial(_exact_norm, torch.linalg.vector_norm)
     if recorder.options.wrap:
         optimizers: Any = torch.optim.Optimizer
         optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)
@@ -383,7 +382,10 @@ def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
         def __init__(self, module: nn.Module, *args: Any, **given: Any) -> None:
             module = module.double() if options.exact else module
             plain = copy.deepcopy(module) if options.lone_calls else None
-            super().__init__(module, **chosen | dict(zip(order, args, strict=False)) | given)
+            given = chosen | dict(zip(order, args, strict=False)) | given
+            if (given.pop("mixed_precision", None) or given.pop("mp_policy", None)) and is_sharded:
+                recorder.note("keep mixed precision (compared without it, as DDP has none)")
+            super().__init__(module, **given)
             self.__dict__["_plain"] = module.__dict__["_plain"] = plain
             if is_sharded and name != ShardedWrapper.__name__:
                 recorder.note(_WRAPS.format(name))
@@ -454,8 +456,13 @@ class _Reference(DDP):  # type: ignore[misc]
     """DistributedDataParallel with the attributes that FSDP1 and flatshard programs use."""
 
     def __init__(self, module: nn.Module, **given: Any) -> None:
-        named = {n: given[n] for n in given.keys() & inspect.signature(DDP.__init__).parameters}
-        super().__init__(module, **{**named, "find_unused_parameters": True})
+        # Hybrid strategies have two groups, or a mesh with two dimensions, which usually contain all
+        # ranks. DDP's default group contains all ranks, too.
+        group, mesh = given.get("process_group"), given.get("device_mesh") or given.get("mesh")
+        if isinstance(group, tuple) or (mesh and mesh.ndim > 1):
+            group = mesh = None
+        named = {"process_group": group, "device_mesh": mesh, "find_unused_parameters": True}
+        super().__init__(module, broadcast_buffers=given.get("broadcast_buffers", True), **named)
         for name in ("state_dict", "load_state_dict", "named_modules"):
             self.__dict__[name] = getattr(module, name)
         self.clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, [*module.parameters()])

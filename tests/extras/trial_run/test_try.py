@@ -262,6 +262,27 @@ def work(rank, text):
         ours.step()
 torch.multiprocessing.spawn(work, ("text",), 2)
 """,
+        "mixed_precision": """
+#: The same numbers
+#: keep mixed precision (compared without it, as DDP has none)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+precision = MixedPrecision(torch.bfloat16)
+train(*start(lambda model: FullyShardedDataParallel(model, mixed_precision=precision)))
+""",
+        "hybrid_mesh": """
+#: The same numbers
+#: keep mixed precision (compared without it, as DDP has none)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+groups = mesh.get_group("shard"), mesh.get_group("replicate")
+first = FullyShardedDataParallel(make(), device_mesh=mesh)
+second = FullyShardedDataParallel(make(), groups)
+third = fully_shard(make(), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+model = nn.Sequential(first, second, third)
+train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+""",
         "other_wrappers --steps 12": """
 #: The same numbers
 #: (FullyShardedDataParallel)
