@@ -362,7 +362,8 @@ def _install(recorder: Recorder) -> None:
     steps.register_optimizer_step_pre_hook(recorder.before_step)
     steps.register_optimizer_step_post_hook(recorder.after_step)
     if recorder.options.run == "noise":
-        torch.linalg.vector_norm = functools.partial(_exact_norm, torch.linalg.vector_norm)
+        exact = torch.linalg.vector_norm = functools.partial(_exact_norm, torch.linalg.vector_norm)  # type: ignore
+        torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
     if recorder.options.wrap:
         optimizers: Any = torch.optim.Optimizer
         optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)
@@ -456,8 +457,8 @@ class _Reference(DDP):  # type: ignore[misc]
     """DistributedDataParallel with the attributes that FSDP1 and flatshard programs use."""
 
     def __init__(self, module: nn.Module, **given: Any) -> None:
-        # Hybrid strategies have two groups, or a mesh with two dimensions, which usually contain all
-        # ranks. DDP's default group contains all ranks, too.
+        # Hybrid strategies have two groups, or a mesh with two dimensions. Usually these contain
+        # all ranks, as DDP's default group does.
         group, mesh = given.get("process_group"), given.get("device_mesh") or given.get("mesh")
         if isinstance(group, tuple) or (mesh and mesh.ndim > 1):
             group = mesh = None
