@@ -67,12 +67,15 @@ class Difference(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flatshard try``."""
+    # argparse would write many lines, and exit with 2, which here is the verdict "raises".
+    parser.error = lambda problem: parser.exit(3, f"{parser.prog}: {problem}\n")  # type: ignore
+    strategies = ShardingStrategy.__members__
     add: Any = parser.add_argument
     add("--nproc-per-node", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
     add("--steps", type=int, default=10, metavar="K", help="steps of all optimizers (default: 10)")
     add("--exact", action="store_true", help="float64 and deterministic algorithms")
-    add("--strategy", default="FULL_SHARD", metavar="S", help="strategy (default: FULL_SHARD)")
-    add("--policy", default="auto", metavar="P", help="auto_wrap_policy: auto (default) or none")
+    add("--strategy", default="FULL_SHARD", choices=strategies, help="default: FULL_SHARD")
+    add("--policy", default="auto", choices=("auto", "none"), help="auto_wrap_policy")
     add("--wrap", action="store_true", help="wrap the models that optimizers step")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="limit of one run")
     add("--json", metavar="FILE", help="write the verdict and all figures")
@@ -88,10 +91,11 @@ def start(given: dict[str, Any]) -> int:
     options.nproc_per_node = int(os.environ.get("WORLD_SIZE", options.nproc_per_node))
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # the process of this host's first rank starts all ranks of this host
+    options.several_hosts = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="flatshard-try-") as folder:
         options.folder = Path(options.keep or folder).resolve()
-        options.records = options.folder if "RANK" in os.environ else Path(folder)
+        options.records = options.folder if options.several_hosts else Path(folder)
         report["text"] = judge(options, report)
     if report["lines"]:
         report["text"] += "\n  ".join([_CHANGES, *report["lines"]])
@@ -111,16 +115,12 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     from flatshard.extras.trial_run import forked_ranks
 
     report |= {"verdict": NOT_COMPARED, "lines": [], "costs": {}}
-    strategies = [one.name for one in ShardingStrategy]
-    for is_right, problem in (
-        (options.is_module or Path(options.script).is_file(), "SCRIPT is not a file."),
-        (min(options.nproc_per_node, options.steps) > 0, "--nproc-per-node, --steps: at least 1."),
-        (options.strategy in strategies, f"--strategy: one of {', '.join(strategies)}."),
-        (options.policy in ("auto", "none"), "--policy: auto or none."),
-        (options.keep or "RANK" not in os.environ, "--keep: a new folder that all hosts share."),
-    ):
-        if not is_right:
-            return problem
+    if not (options.is_module or Path(options.script).is_file()):
+        return f"SCRIPT: expected a file (or -m and a module), got {options.script!r}."
+    if min(counts := (options.nproc_per_node, options.steps)) < 1:
+        return f"--nproc-per-node, --steps: expected at least 1, got {counts[0]} and {counts[1]}."
+    if options.several_hosts and not options.keep:
+        return "--keep: expected a new folder that all hosts share."
     options.folder.mkdir(parents=True, exist_ok=True)
     reference, failure = forked_ranks.run(options, "ddp")
     if failure:
@@ -145,8 +145,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
         found = [one._replace(units=one.size / units[one[:4]]) for one in found if one.step <= last]
     worst = next((one for one in found if one.units > _LIMIT), None)
     report["verdict"] = DIFFERS if worst else RAISES if lone else SAME
-    report |= {"compared": last, "largest": max(one.units for one in found)}
-    report["first"] = worst and worst._asdict()
+    report |= {"first": worst and worst._asdict(), "largest": max(one.units for one in found)}
     text = "The same numbers, within rounding." + _LONE * bool(lone)
     if worst:
         text = (_DIFFERS if worst.size < 1e100 else _MISSING).format(worst, _LIMIT)

@@ -90,16 +90,6 @@ class Record(NamedTuple):
     costs: list[tuple[float, float, float]]
 
 
-def _free_port() -> int:
-    """Return a port on which no process of this host listens."""
-    # Choose below 32768: Linux gives the ports from there on to connections of other programs, one
-    # of which could get the port before rank 0 listens. Draw from a generator that no script uses.
-    for port in random.Random().sample(range(20_000, 32_768), 100):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
-    raise OSError("found no free port between 20000 and 32767")
-
-
 def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], str]:
     """Run the script. Returns the records of all ranks, and why the run failed (or "").
 
@@ -114,8 +104,8 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     count = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
     # The ranks of all hosts write their records into one file.
     store = dist.FileStore(str(options.records / name), -1)
-    if first == 0:
-        store.set("port", f"{_free_port()}")
+    if first == 0 and store.check(["port"]):
+        return [], f"--keep: expected a new folder, found files of another run in {options.keep}"
     options.run, options.lone_calls, options.store = name, lone_calls, store
     # Fork the ranks, so that they need not import torch.
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
@@ -159,6 +149,13 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    # Reserve a port for rank 0. Until this process ends, Linux gives the port to no other program,
+    # but lets the TCPStore of rank 0, which sets the same option, listen on it.
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    if rank == 0:
+        options.store.set("port", f"{reserved.getsockname()[1]}")
     env = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} | os.environ
     # torchrun's store has the addresses of the last run: use another port, and another store.
     env |= {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}", "TORCHELASTIC_USE_AGENT_STORE": "0"}
@@ -365,8 +362,7 @@ def _install(recorder: Recorder) -> None:
     steps.register_optimizer_step_pre_hook(recorder.before_step)
     steps.register_optimizer_step_post_hook(recorder.after_step)
     if recorder.options.run == "noise":
-        exact: Any = functools.partial(_exact_norm, torch.linalg.vector_norm)
-        torch.linalg.vector_norm = exact
+        exact = torch.linalg.vector_norm = functools.partial(_exact_norm, torch.linalg.vector_norm)  # type: ignore
         torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
     if recorder.options.wrap:
         optimizers: Any = torch.optim.Optimizer
@@ -387,7 +383,10 @@ def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
         def __init__(self, module: nn.Module, *args: Any, **given: Any) -> None:
             module = module.double() if options.exact else module
             plain = copy.deepcopy(module) if options.lone_calls else None
-            super().__init__(module, **chosen | dict(zip(order, args, strict=False)) | given)
+            given = chosen | dict(zip(order, args, strict=False)) | given
+            if (given.pop("mixed_precision", None) or given.pop("mp_policy", None)) and is_sharded:
+                recorder.note("keep mixed precision (compared without it, as DDP has none)")
+            super().__init__(module, **given)
             self.__dict__["_plain"] = module.__dict__["_plain"] = plain
             if is_sharded and name != ShardedWrapper.__name__:
                 recorder.note(_WRAPS.format(name))
@@ -458,8 +457,13 @@ class _Reference(DDP):  # type: ignore[misc]
     """DistributedDataParallel with the attributes that FSDP1 and flatshard programs use."""
 
     def __init__(self, module: nn.Module, **given: Any) -> None:
-        named = {n: given[n] for n in given.keys() & inspect.signature(DDP.__init__).parameters}
-        super().__init__(module, **{**named, "find_unused_parameters": True})
+        # Hybrid strategies have two groups, or a mesh with two dimensions. Usually these contain
+        # all ranks, as DDP's default group does.
+        group, mesh = given.get("process_group"), given.get("device_mesh") or given.get("mesh")
+        if isinstance(group, tuple) or (mesh and mesh.ndim > 1):
+            group = mesh = None
+        named = {"process_group": group, "device_mesh": mesh, "find_unused_parameters": True}
+        super().__init__(module, broadcast_buffers=given.get("broadcast_buffers", True), **named)
         for name in ("state_dict", "load_state_dict", "named_modules"):
             self.__dict__[name] = getattr(module, name)
         self.clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, [*module.parameters()])

@@ -29,6 +29,7 @@ def options(folder: Path, *arguments: str) -> argparse.Namespace:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     given.folder = given.records = folder
+    given.several_hosts = False
     return given
 
 

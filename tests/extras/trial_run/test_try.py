@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.trial_run import COSTS, DIFFERS, NOT_COMPARED, RAISES, SAME, cost_table
@@ -260,6 +262,27 @@ def work(rank, text):
         ours.step()
 torch.multiprocessing.spawn(work, ("text",), 2)
 """,
+        "mixed_precision": """
+#: The same numbers
+#: keep mixed precision (compared without it, as DDP has none)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+precision = MixedPrecision(torch.bfloat16)
+train(*start(lambda model: FullyShardedDataParallel(model, mixed_precision=precision)))
+""",
+        "hybrid_mesh": """
+#: The same numbers
+#: keep mixed precision (compared without it, as DDP has none)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+groups = mesh.get_group("shard"), mesh.get_group("replicate")
+first = FullyShardedDataParallel(make(), device_mesh=mesh)
+second = FullyShardedDataParallel(make(), groups)
+third = fully_shard(make(), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+model = nn.Sequential(first, second, third)
+train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+""",
         "other_wrappers --steps 12": """
 #: The same numbers
 #: (FullyShardedDataParallel)
@@ -328,15 +351,18 @@ def test_verdicts(tmp_path: Path) -> None:
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, environment, text in (
-        (["none.py"], {}, "SCRIPT is not a file"),
-        (["--steps", "0", __file__], {}, "at least 1"),
-        (["--nproc-per-node", "0", __file__], {}, "at least 1"),
-        (["--strategy", "FULL", __file__], {}, "--strategy: one of NO_SHARD, SHARD_OP, "),
-        (["--policy", "all", __file__], {}, "--policy: auto or none"),
-        ([__file__], {"RANK": "0"}, "--keep: a new folder"),
+        (["none.py"], {}, "SCRIPT: expected a file (or -m and a module), got 'none.py'"),
+        (["--steps", "0", __file__], {}, "expected at least 1, got 2 and 0"),
+        (["--nproc-per-node", "0", __file__], {}, "expected at least 1, got 0 and 10"),
+        (["--strategy", "FULL", __file__], {}, "--strategy: invalid choice: 'FULL' (choose from "),
+        (["--policy", "all", __file__], {}, "--policy: invalid choice: 'all' (choose from "),
+        (["--steps", "many", __file__], {}, "--steps: invalid int value: 'many'"),
+        ([], {}, "the following arguments are required: script"),
+        ([__file__], {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "--keep: expected a new folder"),
     ):
         with mock.patch.dict(os.environ, environment):
-            assert main(["try", *words]) == 3
+            with pytest.raises(SystemExit, match="3"):
+                sys.exit(main(["try", *words]))
         said = "".join(capsys.readouterr())
         assert text in said
         assert said.count("\n") == 1
@@ -389,10 +415,20 @@ def test_random_models_raise_no_alarm(tmp_path: Path) -> None:
     assert sum(one["verdict"] == SAME for one in reports.values()) >= len(reports) / 2
 
 
+def test_files_of_another_run_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    torch.distributed.FileStore(str(tmp_path / "ddp"), -1).set("port", "12345")
+    assert main(["try", "--keep", str(tmp_path), __file__]) == 3
+    assert f"found files of another run in {tmp_path}" in capsys.readouterr().out
+
+
 def test_torchrun_starts_the_ranks_and_the_report_is_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(HEAD + "train(*start())")
     command = ROOT / "flatshard" / "__main__.py"
-    words = ["try", "--steps", "4", "--keep", "kept", "--json", "a.json", "script.py"]
+    words = ["try", "--steps", "4", "--json", "a.json", "script.py"]
     status, out, err = torchrun(2, command, *words, cwd=tmp_path)
     assert status == 0, out + err
     assert out.count("The same numbers") == 1
