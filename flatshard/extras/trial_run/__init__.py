@@ -10,9 +10,10 @@ Without this folder, the command ``flatshard try`` does not exist.
 [Note: units]
 Differences are measured in units of rounding noise. The unit of a tensor at a step is the largest
 of three numbers, all relative to the tensor's norm. First: the largest difference of this tensor,
-up to this step, between the first and the third run. Second: the largest median, up to this step,
-of these differences over all changed tensors of the same kind. Third: twice the precision of the
-dtype, and more for a tensor with less than 1/2000 of the largest norm of its kind.
+up to this step, between the first and the third run (relative to the norm of its step or of this
+step: a gradient may almost vanish, and its rounding errors do not). Second: the largest median, up
+to this step, of these differences over all changed tensors of the same kind. Third: twice the
+precision of the dtype, and more for a tensor with less than 1/2000 of the largest norm of its kind.
 """
 
 import argparse
@@ -190,8 +191,9 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
     """
     # The unit is tiny if noise does not change the tensor, or the noise run lacks the tensor.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
-    # Largest values so far: each tensor's difference; each kind's median difference, and norm.
-    sizes, medians, norms = (defaultdict[Any, float](float) for _ in range(3))
+    # Largest values so far: each tensor's difference, relative and absolute; each kind's median
+    # difference, and norm.
+    sizes, gaps, medians, norms = (defaultdict[Any, float](float) for _ in range(4))
     for step, group in groupby(noise, key=lambda one: one.step):
         here = [*group]
         # In step 1, no weight affects the inputs, or only slightly (inputs from a generator model).
@@ -199,6 +201,7 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
         limit = _CHAOS if step > 1 else 1e-3
         for one in here:
             sizes[one[1:4]] = max(sizes[one[1:4]], one.size)
+            gaps[one[1:4]] = max(gaps[one[1:4]], one.size * one.norm)
             norms[one.kind] = max(norms[one.kind], one.norm)
             if one.kind in ("input", "initial value") and one.size > limit * (one.eps > 0):
                 return units, one
@@ -209,7 +212,8 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
             break
         for one in here:
             floor = one.eps * max(2, 1e-3 * norms[one.kind] / (one.norm or 1.0))
-            units[one[:4]] = max(sizes[one[1:4]], medians[one.kind], floor, 1e-300)
+            gap = gaps[one[1:4]] / (one.norm or 1.0)
+            units[one[:4]] = max(sizes[one[1:4]], gap, medians[one.kind], floor, 1e-300)
     return units, None
 
 

@@ -409,15 +409,22 @@ def _wrap_in_place(recorder: Recorder, name: str, module: nn.Module, **given: An
 
 
 def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwargs: Any) -> None:
-    """Make an optimizer, and wrap the largest module with its parameters (not DataParallel)."""
+    """Make an optimizer, and wrap the largest modules of its parameters (not DataParallel)."""
     make(optimizer, *args, **kwargs)
-    held = {*recorder.params(optimizer)}
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    users = [m for m in modules if held <= {*m.parameters()} and not isinstance(m, nn.DataParallel)]
-    if users and held.isdisjoint(recorder.names):
-        if not dist.is_initialized():
-            dist.init_process_group()
-        _wrap_in_place(recorder, "--wrap", max(users, key=lambda one: len([*one.modules()])))
+    held = recorder.params(optimizer)
+    found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    owned = {m: {*m.parameters()} for m in found if not isinstance(m, nn.DataParallel)}
+    # Prefer a module with all parameters. Otherwise, one optimizer steps several models.
+    users = [m for m in owned if held.keys() <= owned[m]] or [
+        m for m in owned if owned[m] <= held.keys()
+    ]
+    largest = sorted(users, key=lambda one: len([*one.modules()]))
+    models = {p: one for one in largest for p in owned[one]}
+    if held.keys().isdisjoint(recorder.names):
+        for model in dict.fromkeys(models[p] for p in held if p in models):
+            if not dist.is_initialized():
+                dist.init_process_group()
+            _wrap_in_place(recorder, "--wrap", model)
 
 
 def _watch(recorder: Recorder, method: str) -> None:

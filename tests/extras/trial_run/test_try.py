@@ -200,8 +200,10 @@ train(model, optimizer)
         "wraps --wrap --exact": """
 #: The same numbers
 #: wraps the model (--wrap)
-model = make()
-train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+first, second = make(), make()
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+assert all(type(model) is not nn.Sequential for model in (first, second))
+train(lambda x: second(first(x)), optimizer)
 """,
         "a_module --policy none -m": """
 # With layers that auto_wrap_policy="auto" makes units.
