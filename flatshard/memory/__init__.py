@@ -259,29 +259,34 @@ def on_copy_stream(device: torch.device) -> Iterator[None]:
 # ------------------------------------------------------------ comparing memory
 
 # The result of `checksum`. Different tensors almost always have different checksums.
-Checksum = tuple[int, int]
+Checksum = int
 
-_COLUMNS = 1 << 10  # number of columns of the table in `checksum`
+_PART_WORDS = 1 << 18  # number of words that `checksum` adds at once
+_PART_FACTOR = 6364136223846793005  # an odd number: parts in another order have another checksum
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Return random integers, ``(_PART_WORDS,)``, which are the same on all ranks and devices."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(2**63 - 1, (_PART_WORDS,), generator=generator, device="cpu")
+    return drawn.to(device)
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """Return two weighted sums over a tensor's memory, to find out whether two tensors differ.
-
-    Unlike plain sums, weighted sums change if two elements are exchanged.
-    """
-    if tensor.numel() == 0:
-        return (0, 0)
+    """Return a 64-bit checksum of a tensor's memory, to find out whether two tensors differ."""
     words = words_of(tensor)
-    # Arrange the words (8 bytes each, if possible) as a table. For the first result, multiply each
-    # column's sum by the column's number, and add the products. Do the same with rows for the
-    # second result. Add words that do not fill a row separately.
-    num_tabled = words.numel() // _COLUMNS * _COLUMNS
-    table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
-    columns, rows, last = (
-        int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
-        for sums in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest)
-    )
-    return (columns + last, rows + int(rest.sum()))
+    if words.dtype is torch.int64:
+        # Split each word in two: floats differ mostly in their high bits, and the product of the
+        # high bits of an int64 and a factor overflows.
+        words = words.view(torch.int32)
+    factors = _factors(words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for part in words.split(_PART_WORDS):
+        # Random factors, because tensors such as (0, 1, 1, 0) and (1, 0, 0, 1) have equal sums,
+        # also if each element is multiplied by its index.
+        total.mul_(_PART_FACTOR).add_((part * factors[: part.numel()]).sum())
+    return int(total)
 
 
 def sample(tensor: Tensor) -> list[int]:

@@ -223,10 +223,10 @@ class InitialValues:
         sync = settings.sync_module_states
         tensors = plan.params | plan.buffers
         kept = {} if sync is not None or settings.broadcast_buffers else plan.buffers
-        # The checksum of each tensor, or (0, 0) if none is needed, because rank 0 broadcasts the
+        # The checksum of each tensor, or 0 if none is needed, because rank 0 broadcasts the
         # values anyway, or each rank uses its own values.
         mine = [
-            None if one.is_meta else (0, 0) if sync or name in kept else checksum(one.detach())
+            None if one.is_meta else 0 if sync or name in kept else checksum(one.detach())
             for name, one in tensors.items()
         ]
         self.settings, self.world = settings, world

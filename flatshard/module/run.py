@@ -139,6 +139,7 @@ class RootChecks:
         # The modules that only some of the model's ranks train.
         self._apart = wrappers.modules_apart(units, units[-1].topology.world.size)
         self._num_registered = -1  # the global `_num_registered` at the last check
+        self._added: list[nn.Parameter] = []  # frozen parameters that were added after wrapping
         self._modules = list(root.module.modules())
 
     def recover(self) -> None:
@@ -171,8 +172,12 @@ class RootChecks:
             _check_not_captured(device)
         if torch._C._is_tracing() or torch.compiler.is_exporting():
             self._check_not_exported()
-        # Check the modules only after a module or parameter was assigned, because checking is slow.
-        if self._num_registered != _num_registered and (root := self._root()) is not None:
+        # Check the modules only after a module or parameter was assigned, or a parameter that was
+        # added after wrapping is trained, because checking is slow.
+        is_changed = self._num_registered != _num_registered
+        if self._added:
+            is_changed |= any(param.requires_grad for param in self._added)
+        if is_changed and (root := self._root()) is not None:
             self._check_modules(root)
             self._num_registered = _num_registered
         if self._shared:
@@ -213,8 +218,10 @@ class RootChecks:
             handle.check_places()
         known = self._ignored.ids()
         known.update(id(param) for handle in handles for param in handle.sharded)
-        for name, param in root.named_parameters():
-            if id(param) not in known and param.requires_grad:
+        added = {name: one for name, one in root.named_parameters() if id(one) not in known}
+        self._added = list(added.values())
+        for name, param in added.items():
+            if param.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: it would be trained on each "
                     "rank's own gradients. Add modules before wrapping, or freeze the parameter. "

@@ -98,6 +98,15 @@ def _replaced(change: Callable[..., object]) -> Callable[[dict[str, Any]], None]
     return run
 
 
+def _trained_later(keywords: dict[str, Any]) -> None:
+    """A frozen parameter may be added after wrapping, but its gradients are not averaged."""
+    model = ShardedWrapper(nn.Linear(4, 4), **keywords)
+    model.extra = nn.Parameter(torch.zeros(4), requires_grad=False)
+    for is_trained in (False, True):
+        model.extra.requires_grad_(is_trained)
+        (model(torch.randn(2, 4)) + model.extra).sum().backward()
+
+
 MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "its forward edited parameters in place .'0.weight', '0.bias'": _renormed("no_grad"),
     "its forward edited parameters in place .'0.weight', '0.bias'.": _renormed("data", True),
@@ -113,6 +122,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '1.weight' was added after wrapping: it": _changed(
         1, lambda model: setattr(model.module, "1", _layer())
     ),
+    "parameter 'extra' was added after": _trained_later,
     "'head.weight' was added after": _changed(0, lambda model: setattr(model, "head", _layer())),
     "parameter '0.weight' was added": _changed(0, lambda model: setattr(model, "0", _layer())),
     "parameter 'weight' .the root unit. was replaced after wrapping": _functional,

@@ -31,7 +31,7 @@ def train(rank: int, *cases: str) -> dict[str, Any]:
     A case is a strategy, a precision and a variant, with commas between.
     """
     # It waits for the device in the first forwards, which would hide waits that lack.
-    vars(forward_edits)["checksum"] = lambda buffer: (0, 0)
+    vars(forward_edits)["checksum"] = lambda buffer: 0
     equality.STEPS = 3
     cpu, off = torch.device("cpu"), []
     start = dict(equality.make_model(cpu).state_dict())

@@ -302,7 +302,7 @@ class MetaInit:
                 raise_everywhere(failed, start.world)
             self._keep(slots, values)
             if not start.sends and start.world.size > 1:
-                sums |= {k: (-1, -1) if v is None else checksum(v) for k, v in values.items()}
+                sums |= {k: -1 if v is None else checksum(v) for k, v in values.items()}
         raise_everywhere(failed, start.world)
         return sums
 
