@@ -1,13 +1,9 @@
 """``Communicator``: the collectives of one process group.
 
-A transport is one way to move bytes between ranks: shared memory, sockets, or the native
-collectives of the process group's backend (NCCL, gloo). ``Topology`` has the communicators of all
-groups over which one unit is sharded and reduced.
-
 [Note: sums]
 With shared memory and sockets, flatshard adds gradients itself, in rank order and at least in fp32,
-even if the gradients are sent in a narrower dtype. With the native transport, the backend adds
-gradients, in its own order and in the gradients' dtype. If the user asks for a fixed order
+even if they are sent in a narrower dtype. With the native transport, the backend adds them, in its
+own order and in the gradients' dtype. If the user asks for a fixed order
 (``ReduceMode.FIXED_ORDER``), the backend only exchanges gradients, and flatshard adds. Where
 flatshard adds, it replaces an all-reduce by a reduce-scatter and an all-gather of the averages.
 """
@@ -39,23 +35,17 @@ from flatshard.units.layout import as_bytes, as_real
 from flatshard.units.module_tree import unit_text
 
 AUTO = TransportOptions()
-# If a tensor has at most this number of elements, `_reduce_on_stream` sends it in one message with
-# the marks: numbers that show whether all ranks run the same operation.
-_FEW = 1 << 12
+_FEW = 1 << 12  # up to this number of elements, `_reduce_on_stream` sends only one message
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
-"""Functions that are called for each collective that this rank starts, for reports.
+"""Functions to call for each collective that this rank starts, for reports.
 
-Arguments: the kind of collective, the name of the unit or the purpose, the number of bytes, and the
-ranks in the default group.
+Arguments: the kind of collective, the unit's name or the purpose, the number of bytes, the ranks.
 """
 
 
 def transport_kinds() -> list[type[Transport]]:
-    """Return the transport classes other than ``NativeTransport``, fastest first.
-
-    A tensor is moved by the first of these transports that can move tensors on its device.
-    """
+    """Return the transport classes other than ``NativeTransport``, fastest first."""
     shared_memory = default_extra("shared_memory")
     first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
     return [*first, SocketTransport]
@@ -67,7 +57,6 @@ _ALL_REDUCING = "all-reducing gradients in backward"
 
 @cache  # because each all-gather and reduction of each step needs such a context
 def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
-    """Return a context in which to begin a collective, so that errors name the collective."""
     return named(f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}")
 
 
@@ -81,32 +70,22 @@ class Communicator(Members):
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
         """Make the process groups for flatshard's collectives, and connect the transports.
 
-        Collective if ``group`` has several ranks: all ranks of ``group``.
-
-        Args:
-            group: the process group. None: a group of only this rank.
-            mode: the user's choice of transport (``collectives=`` and ``wire_dtype=`` of
-                ``ShardedWrapper``).
-
-        Raises:
-            ValueError: the group's backend does not support the requested ``mode``.
+        ``group``: None means only this rank. Raises ValueError if the group's backend does not
+        support ``mode``, the user's ``collectives`` and ``wire_dtype``. Collective.
         """
         super().__init__(group, mode)
         self.transports: list[Transport] = [Transport()]  # in order of preference, best first
         self.transport_reason = ""  # why the group uses its transport, for `unit_report`
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
         # Reductions (`GradReduce`) that have started, and whose second stage will use this group.
-        # They are in the same order on all ranks.
+        # The order is the same on all ranks.
         self.second_stages: deque[Any] = deque()
-        # The next tags of flat parameters (`new_tag`): even tags in models, odd tags in deep copies
-        # of models (`is_copying`).
+        # The next tags of flat parameters: even tags in models, odd tags in deep copies of models.
         self._tags = count(2, 2), count(3, 2)
-        # Returns the number of a new model. Ranks compare the number in each backward, to check
-        # that all ranks run the same model. So all ranks must make models in the same order.
+        # Returns the number of a new model. Ranks compare it in each backward. So all ranks must
+        # make models in the same order.
         self.new_model = count(1).__next__
         if self.size > 1:
-            # `connect` may be a collective, so every rank calls it for the same classes, in the
-            # same order.
             found = [kind.connect(self) for kind in transport_kinds()]
             self.native = NativeTransport(self)
             self.transports = [*(one for one in found if isinstance(one, Transport)), self.native]
@@ -115,15 +94,14 @@ class Communicator(Members):
 
     @cached_property
     def side_group(self) -> Communicator:
-        """A second communicator of the same ranks, for small exchanges in the middle of a backward.
+        """A second communicator of the same ranks, whose order of collectives is independent.
 
-        The communicator is separate, because small exchanges need not be in order with all-gathers
-        and reductions. Collective at the first access, which makes the process groups.
+        Collective at the first access, which makes the process groups.
         """
         if self.group is None or self.size == 1:
             return self
-        # Wait for all ranks before `new_group`: if a rank does not arrive, deadlock detection can
-        # end this wait, but not the wait inside of `new_group`, in torch's store.
+        # If a rank does not arrive, deadlock detection can end this wait, but not the wait inside
+        # of `new_group`, in torch's store.
         self.host.meet("connecting for small exchanges in the middle of backward")
         with named(self.connecting):
             group = new_group(self.group, on_host=True)
@@ -132,8 +110,8 @@ class Communicator(Members):
     def new_tag(self, owner: object) -> int:
         """Return a new tag: a number that identifies a flat parameter in messages between ranks.
 
-        All ranks must request tags in the same order, to get the same tags. No communication. When
-        ``owner``, the user of the tag, is freed, transports drop their records about the tag.
+        All ranks must request tags in the same order. When ``owner`` is freed, transports drop
+        their records about the tag.
         """
         tag = next(self._tags[self.is_copying])
         for transport in self.transports:
@@ -144,8 +122,7 @@ class Communicator(Members):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """Return the transport for tensors on ``device`` of the flat parameter with ``tag``."""
-        # Do not choose by the tensor's size: small tensors take the same time with every transport
-        # (0.4 ms for 1 MB).
+        # The tensor's size does not matter: 1 MB takes 0.4 ms with every transport.
         for transport in self.transports:
             if tag < transport.max_tag and (device.type == "cpu" or not transport.host_only):
                 return transport
@@ -154,9 +131,8 @@ class Communicator(Members):
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group. If the transport matches all-gathers only by order
-        (``is_ordered``), all ranks must start them in the same order. A request with ``reduced`` is
-        the second half of an all-reduce, and must be in order with reductions.
+        Collective: all ranks of the group. If the transport ``is_ordered``, all ranks must start
+        all-gathers in the same order. A request with ``reduced`` must be in order with reductions.
         """
         assert request.out.numel() == request.shard.numel() * self.size, "shards fill the buffer"
         gathers = f"all-gathering parameters for {request.purpose}"
@@ -176,7 +152,7 @@ class Communicator(Members):
         if LISTENERS:
             nbytes = request.full.nbytes
             if request.kind == "all_reduce":
-                # Tell about the second half, an all-gather, too. Both halves together count once.
+                # Both halves, the reduce-scatter and the all-gather, together count once.
                 nbytes = (nbytes + request.out.nbytes * self.size) // 2
             self.note(request.kind, request.unit_fqn, nbytes)
         action = _ALL_REDUCING if request.kind == "all_reduce" else _REDUCING
@@ -194,7 +170,6 @@ class Communicator(Members):
             return self.native.all_reduce(buffer, op_name)
 
     def note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
-        """Tell all ``LISTENERS`` that this rank starts a collective."""
         if self.size > 1:  # a group of one rank sends nothing
             for listen in LISTENERS:
                 listen(kind, unit_fqn, nbytes, self.ranks)
@@ -202,10 +177,9 @@ class Communicator(Members):
     # ------------------------------------------------------------ small values, with a wait
 
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
-        """Return the maximum over the ranks for each byte of ``values``.
+        """Return the maximum over the ranks for each byte of ``values``. Collective.
 
-        Collective: all ranks of the group. If ranks pass different ``op_name``, all ranks raise
-        CollectiveError.
+        If ranks pass different ``op_name``, all ranks raise CollectiveError.
         """
         self.note("scalars", op_name, len(values))
         return self.host.maxima(values, op_name)
@@ -213,16 +187,11 @@ class Communicator(Members):
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """All-reduce a few numbers, in place, and wait for the result.
 
-        Ranks compare ``op_name``. If names differ where the host waits for the result (numbers on
-        the CPU, or gloo), all ranks raise CollectiveError. If names differ where a CUDA stream
-        waits (NCCL), all ranks get NaN (-1 for integers), and the end of the next backward raises.
+        Ranks compare ``op_name``. If names differ, all ranks raise CollectiveError where the host
+        waits. Where a CUDA stream waits (NCCL), all ranks get NaN (-1 for integers), and the end of
+        the next backward raises. ``op``: name of a member of ``torch.distributed.ReduceOp``.
 
         Collective: all ranks of the group, in the same order of calls.
-
-        Args:
-            values: the numbers; the result overwrites them.
-            op: name of a member of ``torch.distributed.ReduceOp``, such as ``"SUM"``.
-            op_name: name of the operation, for the comparison between ranks and for errors.
         """
         if self.size == 1:
             return values
@@ -236,16 +205,14 @@ class Communicator(Members):
         return values
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
-        # All-reduce `values`, and compare `op_name` between ranks on the device, so that the host
-        # need not wait. Each rank computes a few numbers (marks) from the name, and reduces the
-        # marks together with the values. If the reduced marks show that names differ, the device
-        # overwrites the result with NaN or -1.
+        # Compare `op_name` between ranks on the device, so that the host need not wait: all-reduce
+        # a few numbers of the name (marks) together with the values. If the reduced marks show that
+        # names differ, the device overwrites the result with NaN or -1.
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # Send the marks and the values in one message. But send a large tensor separately, because
-        # a concatenation would be slow.
+        # A concatenation of a large tensor would be slow.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         self.history.begin(self.gather_group, what=compared_name(op_name))
@@ -260,20 +227,15 @@ class Communicator(Members):
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
 
-        ``tensor`` must be contiguous. Collective: all ranks of the group, in the same order of
-        calls.
-
-        Ranks compare ``op_name``. If names differ where the host waits for the result, all ranks
-        raise CollectiveError. If they differ where a CUDA stream waits (NCCL), all bytes of
-        ``tensor`` become 255 (NaN for floating-point numbers, -1 for signed integers), and the end
-        of the next backward raises.
+        ``tensor`` must be contiguous. Ranks compare ``op_name``, as in ``reduce_scalars``; with
+        NCCL, all bytes of ``tensor`` become 255 (NaN, or -1) if names differ. Collective: all ranks
+        of the group, in the same order of calls.
         """
         if self.size == 1:
             return
         self.note("broadcast", op_name, tensor.nbytes)
         if self.transport_for(tensor.device).stream_waits(tensor.device):
-            # Broadcast by an all-reduce, which compares `op_name` on the device. All ranks except
-            # the source send zeros, so the maximum of each byte is the source's byte.
+            # All ranks except the source send zeros, so the maximum of each byte is the source's.
             self._reduce_on_stream(as_bytes(tensor).mul_(self.rank == source), "MAX", op_name)
         else:
             collective = partial(dist.broadcast, src=self.ranks[source])
@@ -283,20 +245,12 @@ class Communicator(Members):
     def exchange(
         self, sent: Tensor, lengths: list[int], expected: list[int], *, op_name: str
     ) -> tuple[AsyncWork, Tensor]:
-        """Begin an all-to-all of bytes.
+        """Begin an all-to-all of bytes, whose ``op_name`` and lengths the caller has compared.
 
-        Collective: all ranks of the group, in the same order of calls. Does not compare ``op_name``
-        and the lengths between ranks: the callers must have done so.
+        ``sent`` has ``lengths[i]`` bytes for each rank i, which sends ``expected[i]`` bytes.
+        Returns the unfinished collective, and a tensor for the received bytes in rank order.
 
-        Args:
-            sent: the bytes for all ranks, concatenated in rank order.
-            lengths: number of bytes for each rank.
-            expected: number of bytes from each rank.
-            op_name: name of the operation, for errors.
-
-        Returns:
-            The unfinished collective, and a tensor that will contain the received bytes in rank
-            order.
+        Collective: all ranks of the group, in the same order of calls.
         """
         self.note("all_to_all", op_name, sent.nbytes)
         wire = sent.to(self.host.device) if self.is_gloo or sent.is_cpu else sent
@@ -313,12 +267,7 @@ class Communicator(Members):
 
 
 def _marks(op_name: str, op: str) -> list[int]:
-    """Return four numbers (marks) that show whether ranks reduce under different ``op_name``.
-
-    Args:
-        op_name: name of an operation, from which the marks are computed.
-        op: name of the ``ReduceOp`` with which the marks will be reduced over the ranks.
-    """
+    """Return numbers that show, reduced with ``op``, whether all ranks have ``op_name``."""
     # Take two numbers of 16 bits from a digest of the name, and make two marks of each number x.
     # For SUM, the marks are x and x**2. If all n ranks send the same x, the sums are n * x and
     # n * x**2. Otherwise, on every rank, one sum is not n times the rank's mark (Cauchy-Schwarz).
@@ -349,13 +298,9 @@ class Topology:
     shard: Communicator  # the ranks that split the flat parameter
     replicate: Communicator  # the ranks that hold the same shard
 
-    # The ranks that all-gather parameters: `shard`, or with HYBRID_SHARD_OP the ranks of one node.
-    intra_group: Communicator
-    # With HYBRID_SHARD_OP, one rank of each node: the second reduce-scatter is over these ranks.
-    inter_group: Communicator = ALONE
-    # With `reshard_after_forward=k`, a group of `k` ranks, each of which keeps 1/k of the
-    # parameters after forward, so that all-gathers for backward need only these ranks. Otherwise
-    # None.
+    intra_group: Communicator  # `shard`, or with HYBRID_SHARD_OP the ranks of one node
+    inter_group: Communicator = ALONE  # with HYBRID_SHARD_OP, one rank of each node
+    # With `reshard_after_forward=k`, the k ranks that all-gather parameters for backward.
     post_forward_group: Communicator | None = None
 
     @property
@@ -365,10 +310,7 @@ class Topology:
 
     @cached_property
     def holders(self) -> list[int]:
-        """For each shard of a flat parameter, the rank of ``shard`` that holds it.
-
-        Collective at the first access with HYBRID_SHARD_OP: all ranks of ``shard``.
-        """
+        """For each shard, the rank of ``shard`` that holds it. The first access is collective."""
         if self.inter_group.size == 1:
             return [*range(self.shard.size)]
         indices = self.shard.host.gather(self.index, "which rank holds which shard")
@@ -376,17 +318,14 @@ class Topology:
 
     @property
     def second_group(self) -> Communicator:
-        """The group of a reduction's second stage. If it has one rank, there is no second stage."""
+        """The group of a reduction's second stage, or a group of one rank."""
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
         """Open the backend's connections for reductions of gradients on ``device``.
 
-        Without this call, backends for which a CUDA stream waits (NCCL) would open the connections
-        in the first backward, where ranks could deadlock (see ``NativeTransport.warm_up``).
-
-        Collective: all ranks of the unit's groups. ``fixed_order``: whether the backend only
-        exchanges gradients, and flatshard adds them in rank order.
+        Otherwise NCCL would open them in the first backward, where ranks could deadlock (see
+        ``NativeTransport.warm_up``). Collective: all ranks of the unit's groups.
         """
         for group in (self.intra_group, self.inter_group, self.replicate):
             replicas = group is self.replicate

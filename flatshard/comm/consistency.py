@@ -22,15 +22,10 @@ T = TypeVar("T")
 def raise_everywhere(
     error: Exception | None, *comms: Communicator, op_name: str = "comparing errors"
 ) -> None:
-    """Raise the error of the first rank that has an error, on every rank.
+    """Raise the ``error`` of the first rank that has one, on all ranks of all ``comms``.
 
-    Collective: all ranks of each of ``comms``, with and without an error.
-
-    Args:
-        error: this rank's error. None: this rank has no error.
-        comms: communicators whose ranks all raise. A rank that receives an error in one
-            communicator sends the error to the ranks of the next communicators.
-        op_name: name of this exchange, for the error about a rank that does not arrive.
+    Collective: all ranks of each of ``comms``, with and without an error. A rank that receives an
+    error in one communicator sends the error to the ranks of the next communicators.
     """
     # `global_rank` is the rank of this process in every communicator except `ALONE`, where it is 0.
     me = max(comm.global_rank for comm in comms)
@@ -62,20 +57,11 @@ def agreed(
 ) -> T:
     """Run ``prepare`` on each rank, and return its result if all ranks succeed with equal facts.
 
-    Collective: all ranks of each of ``hosts``. If ``hosts`` is empty, nothing is communicated.
+    If facts differ, all ranks raise ValueError, which begins with ``op_name``: ``differ``, and ends
+    with ``remedy``. If ``prepare`` raises on a rank, all ranks raise an error of the same class.
 
-    Args:
-        prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
-            name), which must be equal on all ranks.
-        hosts: exchanges between the ranks that must agree. A rank that receives a problem in one
-            exchange sends the problem to the ranks of the next exchanges.
-        op_name: name of the caller. Every error begins with this name.
-        remedy: last sentence of the error about different facts.
-        differ: first words of the error about different facts.
-
-    Raises:
-        ValueError: facts differ. All ranks raise. If ``prepare`` raises on a rank, all ranks raise
-            an error of the same class.
+    Collective: all ranks of each of ``hosts``. A rank that receives a problem in one exchange sends
+    the problem to the ranks of the next exchanges.
     """
     result: T | None = None
     facts: Facts = {}
@@ -105,8 +91,7 @@ def agreed(
 def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> str | None:
     """Return a text about the first fact that differs between ranks, or None.
 
-    The text contains the name of the fact, two ranks and their values.
-    ``everyone``: the facts of each rank. ``ranks``: the number of each rank, in the same order.
+    ``everyone``: the facts of each of ``ranks``.
     """
     if everyone.count(everyone[0]) == len(everyone):
         return None  # all ranks agree: skip the loop over their facts

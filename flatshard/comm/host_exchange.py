@@ -3,14 +3,12 @@
 [Note: frames]
 gloo matches collectives only by order. If two ranks begin different collectives, both ranks receive
 wrong values, or wait forever, or end by SIGABRT if the sizes differ. Therefore every exchange
-begins with the same collective: an all-reduce (MAX) of a message of fixed size, the frame. A frame
-contains a digest of the exchange's name, and the complement (255 - byte) of each byte. If all names
-are equal, the maxima of a byte and of its complement add up to 255. Otherwise, the sum is larger
-for at least one byte. Then all ranks send each other the names, and raise before any rank has used
-a value. All ranks have run the same collectives, so later exchanges still match.
-
-The frame also has room for values to be reduced by MAX. Other values follow in a second collective,
-whose kind and size are part of the compared name.
+begins with the same collective: an all-reduce (MAX) of a message of fixed size, the frame. It
+contains a digest of the exchange's name, and the complement (255 - byte) of each byte. If names
+differ, the maxima of some byte and its complement add up to more than 255. Then all ranks send each
+other the names, and raise before any rank has used a value. All ranks have run the same
+collectives, so later exchanges still match. Values that do not fit into the frame follow in a
+second collective, whose kind and size are part of the compared name.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.work import CollectiveError, History, describe_difference, named, watch
+from flatshard.comm.work import REMEDY, CollectiveError, History, first_difference, named, watch
 
 HOST = torch.device("cpu")
 FRAME_BYTES = 1024
@@ -38,11 +36,7 @@ _DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before "
 
 
 def with_complements(data: Iterable[int]) -> bytes:
-    """Return each byte of ``data``, followed by the byte's complement (255 - byte).
-
-    If ranks all-reduce the result with MAX, ``differ`` finds the bytes that are not the same on all
-    ranks.
-    """
+    """Return each byte of ``data``, followed by its complement, for ``differ``."""
     return bytes(value for number in data for value in (number, 255 - number))
 
 
@@ -50,22 +44,19 @@ def differ(maxima: bytes) -> list[bool]:
     """Return, for each byte passed to ``with_complements``, whether the byte differs between ranks.
 
     ``maxima``: the result of an all-reduce (MAX) of each rank's ``with_complements(...)``. A rank
-    that has no value sends zeros for a byte and its complement, and does not count as different.
+    without a value sends zeros, and does not count as different.
     """
     # The maxima add up to 255 if all ranks sent the same byte, and to 0 if no rank has a value.
     return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
 
 
 def compared_name(op_name: str) -> str:
-    """Return the part of an operation's name that ranks compare: the part before ``(`` or ``: ``.
-
-    The rest may differ between ranks: ``"saving: /data/0"`` becomes ``"saving"``.
-    """
+    """Return the part of a name that ranks compare: of ``"saving: /data/0"``, ``"saving"``."""
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
 def digest_of(data: bytes) -> bytes:
-    """Return a hash of ``data``. Different data have the same hash with a probability of 2**-64."""
+    """Return a hash of ``data``, with 64 bits."""
     return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -84,17 +75,15 @@ class HostExchange:
 
         Args:
             group: the process group. None: this rank is the only rank.
-            device: device of the tensors in which values are sent. Should be the CPU, unless the
-                backend of ``group`` cannot send CPU tensors.
-            name: name of the ``History`` of this rank's collectives, the same on all ranks. Empty:
-                use the name of ``group``.
+            device: device of the sent tensors: the CPU, if ``group`` can send CPU tensors.
+            name: name of the ``History``, the same on all ranks. Empty: the name of ``group``.
         """
         self.group: Any = group
         self.device, self.ranks, self.global_rank = device, [0], 0
         if group is None:
             return
-        # The key under which `History` counts this exchange's collectives. The device is a part of
-        # the key, because a group may have both gloo and NCCL, which match collectives separately.
+        # Kind of the exchange's collectives. It contains the device, because a group may have both
+        # gloo and NCCL, which match collectives separately.
         self._kind = f"{group.group_name} on {device.type}"
         self.ranks, self.global_rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self.ranks, self.global_rank, self._kind)
@@ -106,14 +95,8 @@ class HostExchange:
     def maxima(self, values: bytes, op_name: str, kind: str = "maxima") -> bytes:
         """Return the maximum over the ranks for each byte of ``values``; see [Note: frames].
 
-        Args:
-            values: bytes, equally many on all ranks.
-            op_name: name of the operation.
-            kind: text that names the exchanged values, their dtypes and their sizes.
-
-        Raises:
-            CollectiveError: ``kind``, ``op_name`` or the length of ``values`` differs between
-                ranks. All ranks raise.
+        ``kind`` names the exchanged values, their dtypes and their sizes. All ranks raise
+        CollectiveError if ``kind``, ``op_name`` or the length of ``values`` differs between ranks.
         """
         if len(self.ranks) == 1:
             return values
@@ -138,10 +121,9 @@ class HostExchange:
         return self._gather(value, op_name)
 
     def run(self, collective: Callable[..., Any], tensor: Tensor, kind: str, op_name: str) -> None:
-        """Call ``collective(tensor, group=...)``, which changes ``tensor`` in place, and wait.
+        """Compare ``kind`` and ``op_name``, call ``collective(tensor, group=...)``, and wait.
 
-        Before the call, all ranks compare ``kind`` and ``op_name``. ``tensor`` may be on any
-        device.
+        The collective changes ``tensor``, which may be on any device, in place.
         """
         self.meet(op_name, kind)
         self._run(collective, tensor, op_name)
@@ -151,11 +133,8 @@ class HostExchange:
     def announce(self, what: str) -> None:
         """Compare between ranks which collective begins next, unless the order is the usual one.
 
-        ``what`` describes the collective that this rank is about to begin. Collective, unless
-        ``what`` has always followed the last two collectives.
-
-        Raises:
-            CollectiveError: ranks are about to begin different collectives. All ranks raise.
+        ``what`` describes the collective that this rank is about to begin. If descriptions differ,
+        all ranks raise CollectiveError.
         """
         # gloo ends the process with SIGABRT if ranks run collectives of different sizes. So a rank
         # that leaves the usual order first compares descriptions with all ranks (`meet`). If the
@@ -166,22 +145,18 @@ class HostExchange:
             self.history.learn(what)
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise CollectiveError, whose text has each rank's exchange and line of the program.
-
-        ``name``: the name of this rank's exchange. Collective: all ranks find the difference in the
-        same frame.
-        """
+        """Raise CollectiveError, with each rank's exchange and line of the program. Collective."""
         line = watch().program_line()
         places = self._gather(
             f"{name}, at {line}" if line else name, "comparing the names of different collectives"
         )
-        names = dict(zip(self.ranks, places, strict=True))
+        began = {rank: [(0, place)] for rank, place in zip(self.ranks, places, strict=True)}
         raise CollectiveError(
-            f"{name}, rank {self.global_rank} failed: {describe_difference(names)}"
+            f"{name}, rank {self.global_rank} failed: the ranks are in different collectives. "
+            f"{first_difference(began)}. {REMEDY} [FS-DEADLOCK]"
         )
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
-        """Return the maximum over the ranks for each byte of ``data``; same length on all ranks."""
         sent = bytearray(data)
         self._run(_ALL_REDUCE_MAX, torch.frombuffer(sent, dtype=torch.uint8), op_name)
         return bytes(sent)

@@ -21,22 +21,18 @@ _LISTED = 16  # maximum number of ranks that `ranks_text` lists in full
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Make all sends, receives and collectives of a gloo group fail, on all ranks.
-
-    Does nothing if the group has another backend for tensors on the CPU.
-    """
+    """Make all sends, receives and collectives of a gloo group fail, on all ranks."""
     if backend_for(group, "cpu") != "gloo":
         return
     nothing = torch.empty(1, dtype=torch.uint8)
-    # gloo aborts a group only if a receive times out. A receive from a dead rank fails earlier, and
-    # does not abort the group. So receive from every rank.
+    # gloo aborts a group only if a receive times out. A receive from a dead rank fails earlier.
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return the text of a list of ranks, for messages: up to 16 in full, otherwise a few."""
+    """Return a list of ranks as text for messages: a long list is shortened."""
     listed = list(ranks)
     if len(listed) <= _LISTED:
         return ", ".join(map(str, listed))
@@ -44,13 +40,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{first}, ..., {listed[-1]} ({len(listed)} ranks)"
 
 
-# Maps each group made by ``new_group`` to the ID of the process that made the group. A forked
-# process inherits groups, but not their threads, so a forked process must not abort the groups.
+# The ID of the process in which ``new_group`` made a group. A forked process inherits groups, but
+# not their threads, so it must not abort the groups.
 _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def made_here() -> set[dist.ProcessGroup]:
-    """Return the groups that ``new_group`` made in this process, not in a parent process."""
+    """Return the groups that this process, not a parent process, has made."""
     return {group for group, pid in list(_made_in.items()) if pid == os.getpid()}
 
 
@@ -59,16 +55,12 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Make a process group with the timeout and backend of ``parent``.
 
-    Ranks need not run the collectives of the two groups in the same order.
-
     Collective: all members of the new group, and no other ranks.
 
     Args:
         parent: the group whose timeout, backend and, by default, ranks the new group gets.
-        ranks: members of the new group, as ranks in the default group. None: all ranks of
-            ``parent``.
-        on_host: whether the new group must be able to send CPU tensors. If ``parent`` cannot send
-            CPU tensors, the new group uses gloo, unless torch was built without gloo.
+        ranks: members of the new group, as ranks in the default group.
+        on_host: if ``parent`` cannot send CPU tensors, use gloo, unless torch lacks gloo.
     """
     ranks = dist.get_process_group_ranks(parent) if ranks is None else ranks
     is_world = parent is dist.group.WORLD
@@ -76,9 +68,8 @@ def new_group(
     if on_host and backend_for(parent, "cpu") is None and dist.is_gloo_available():
         backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
-    # If the default group is bound to a device, torch makes a group by splitting the default
-    # group's NCCL communicator, but a split needs all ranks, not only the members of the new group.
-    # So unbind the default group for now.
+    # If the default group is bound to a device, torch splits the default group's NCCL communicator,
+    # for which it needs all ranks, not only the members. So unbind the default group for now.
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
     if bound is not None and not has_all_ranks:
@@ -127,8 +118,7 @@ _controls = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
     """Return a process group of the same ranks, for small values, and the device to send from.
 
-    The device is the CPU, unless torch was built without gloo. Collective at the first call for a
-    group that cannot send CPU tensors: all ranks of ``group``.
+    Collective at the first call for a group that cannot send CPU tensors: all ranks of ``group``.
     """
     if backend_for(group, "cpu") is not None:
         return group, torch.device("cpu")
@@ -141,7 +131,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
 
 
 def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the GPU to which the group is bound, or this thread's current GPU if there is none."""
+    """Return the GPU to which the group is bound, or this thread's current GPU."""
     bound: torch.device | None = getattr(group, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return bound
@@ -159,14 +149,11 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
 
 OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
 
-# Text in Linux's `/proc/self/task/*/status`: the line with the name of a gloo thread, and the lines
-# with the numbers of context switches.
+# Lines of Linux's `/proc/self/task/*/status`.
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
-# Time between two checks of the threads: twice Python's switch interval (the time after which a
-# running thread gives the GIL to a waiting thread).
-_REST_SECONDS = 0.01
+_REST_SECONDS = 0.01  # twice the time after which a running thread gives the GIL to a waiting one
 _END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 
 
@@ -193,8 +180,7 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
 def _what_threads_did() -> list[list[str]]:
     """Return the states and numbers of context switches of flatshard's and gloo's threads.
 
-    If two results are equal, none of the threads has run in between. On systems other than Linux,
-    the result is empty.
+    If two results are equal, none of the threads has run in between.
     """
     ours = {one.native_id for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     found = []

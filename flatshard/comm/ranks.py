@@ -20,8 +20,7 @@ class Ranks:
 
     world: Communicator  # all ranks that train the model
 
-    # The shard group and the replicate group that the user has passed. None: the user has passed
-    # no groups, so HYBRID strategies shard within a node, and replicate across nodes.
+    # The user's shard group and replicate group. None: HYBRID strategies shard within a node.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None  # number of ranks on each node; None: unknown
     mode: TransportOptions  # the user's choice of transport
@@ -30,20 +29,16 @@ class Ranks:
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
-        """Return a text about the division into groups, which must be the same on all ranks."""
+        """Return a text about the division into groups, for ranks to compare."""
         if self.grid is None:
             return f"{self.ranks_per_node} ranks per node"
         shard, replicate = self.grid
         return f"{shard.size} ranks share a copy, {replicate.size} copies"
 
     def resolve(self, placement: Placement) -> Topology:
-        """Return the groups of ranks for a sharding strategy, whose properties are ``placement``.
+        """Return the groups of ranks for a sharding strategy with the properties ``placement``.
 
         Collective at the first call for each placement, which makes the groups: all ranks.
-
-        Raises:
-            ValueError: the ranks cannot be divided into such groups, or the user chose a
-                ``wire_dtype``, and the strategy averages gradients over replicas.
         """
         if placement not in self._known:
             found = self._resolve(placement)
@@ -71,10 +66,7 @@ class Ranks:
         return Topology(world, shard, replicate, intra_group=shard, post_forward_group=group)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
-        """Return the group of this node's ranks, and a group of one rank of each node.
-
-        Collective at the first call: all ranks.
-        """
+        """Return the group of this node's ranks, and one of a rank of each node. Collective."""
         size = self.ranks_per_node
         if self.world.size == 1:
             return self.world, ALONE
@@ -122,11 +114,7 @@ _communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] =
 
 
 def communicator(group: dist.ProcessGroup, *, mode: TransportOptions = AUTO) -> Communicator:
-    """Return the communicator of a process group.
-
-    Collective at the first call with these arguments, which makes the communicator: all ranks of
-    the group.
-    """
+    """Return the communicator of a process group. The first call is collective."""
     if (group, mode) not in _communicators:
         # Free the communicators of destroyed groups, because their transports have threads. A
         # program may make and destroy process groups many times.
@@ -145,9 +133,8 @@ def forget_destroyed() -> None:
             if one.size == 1:
                 continue
             made = made_here()
-            # Abort the collectives of flatshard's groups. After an error, this rank may have begun
-            # a collective that another rank never begins, and the destructor of a gloo group would
-            # wait for it until the timeout.
+            # After an error, this rank may have begun a collective that another rank never begins.
+            # The destructor of a gloo group would wait for it until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 
@@ -162,13 +149,10 @@ def _end() -> None:
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
-    """Return a communicator of some of the ranks of ``parent``.
+    """Return a communicator of some of the ranks of ``parent``, with its backend and options.
 
-    Collective at the first call with these ``ranks``, which makes the group: all ``ranks``.
-
-    Args:
-        parent: communicator with the backend, timeout and options for the result.
-        ranks: the members, as ranks in the default group. This rank must be a member.
+    ``ranks`` are ranks in the default group, this rank among them. Collective at the first call
+    with these ``ranks``, which makes the group: all ``ranks``.
     """
     if len(ranks) == 1:
         return ALONE

@@ -1,12 +1,9 @@
 """Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
-There are two kinds of records. Each process group has a ``History`` of the collectives that this
-rank has begun. Each thread has a list of its present waits for other ranks (``watched``).
-
-The extra ``deadlock`` (``flatshard/extras/deadlock``, with the interface ``CollectiveWatch``) reads
-these records in a separate thread. Histories have a second use: if a backend matches collectives
-only by order, ranks compare histories at the end of backward (``engine/end_of_backward.py``). If
-histories differ, a rank may have received the data of another collective.
+Each process group has a ``History`` of the collectives that this rank has begun. Each thread has a
+list of its present waits for other ranks (``watched``). The extra ``deadlock`` reads both. If a
+backend matches collectives only by order, ranks also compare histories at the end of backward: a
+rank with another history may have received the data of another collective.
 """
 
 from __future__ import annotations
@@ -42,29 +39,22 @@ Begun = tuple[int, str]
 
 
 class CollectiveWatch:
-    """Interface of the extra ``deadlock``, which finds deadlocks between ranks.
-
-    This base class is used without the extra, and does nothing.
-    """
+    """Interface of the extra ``deadlock``. This base class is used without the extra."""
 
     def add_group(self, history: History) -> None:
         """Watch the process group of ``history`` for deadlocks from now on."""
 
     def explain(self, wait: watched) -> str | None:
-        """Return why ``wait`` failed (because of a deadlock, for example), or None if unknown.
-
-        Must be called before the ``with`` block of ``wait`` has ended.
-        """
+        """Return why ``wait`` failed, or None if unknown. Call inside the ``with`` block."""
         return None
 
     def program_line(self) -> str:
-        """Return the file and line of the user's program that this thread runs, or ""."""
+        """Return the file and line of the user's program that this thread runs."""
         return ""
 
 
 @cache
 def watch() -> CollectiveWatch:
-    """Return the ``CollectiveWatch`` of this process, from the extra ``deadlock`` if installed."""
     found = default_extra("deadlock")
     return CollectiveWatch() if found is None else found.WATCH  # type: ignore[no-any-return]
 
@@ -73,15 +63,12 @@ def watch() -> CollectiveWatch:
 
 
 class WaitCondition(NamedTuple):
-    """The condition under which a wait for other ranks ends, for deadlock detection.
-
-    The wait ends once each of ``ranks`` has begun ``number`` collectives of ``kind`` in ``group``.
-    """
+    """A wait ends once each of ``ranks`` has begun ``number`` collectives of ``kind``."""
 
     group: str  # name of the `History`, or of the process group
     kind: Hashable  # key of the collectives, see `History.begin`
     number: int
-    ranks: Sequence[int]  # the ranks for which this rank waits, as ranks in the default group
+    ranks: Sequence[int]  # as ranks in the default group
     abort: Callable[[], None] | None = None  # function that makes the wait fail
 
 
@@ -89,62 +76,52 @@ class History:
     """Record of the collectives that this rank has begun in one process group.
 
     The n-th collective of a kind on one rank matches the n-th on every other rank. If the backend
-    matches collectives only by order, the record also has descriptions of collectives, so that
-    ranks can compare their orders.
+    matches collectives only by order, the record also has their descriptions, to compare orders.
     """
 
     def __init__(
         self, name: str, ranks: Iterable[int], rank: int, meeting: Hashable = None
     ) -> None:
-        """Make an empty history.
+        """Make an empty history. The numbers of ranks are those in the default group.
 
-        Args:
-            name: name of the history, the same on all ranks.
-            ranks: the ranks of the process group, as ranks in the default group.
-            rank: this rank in the default group.
-            meeting: kind (see ``begin``) of collectives in which all ranks wait for each other.
+        ``name`` is the same on all ranks. ``meeting``: kind (see ``begin``) of collectives in which
+        all ranks wait for each other.
         """
         self.name, self._meeting = name, meeting
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
-        # Kinds that will be dropped from `begun`. Each entry has the number of meetings
-        # (collectives of kind `_meeting`) that had begun when `forget` was called, and the kind.
+        # Kinds to drop from `begun`, with the number of meetings that had begun before `forget`.
         self._forgotten: deque[tuple[int, Hashable]] = deque()
 
         # If ranks began different collectives: makes the error that all later collectives raise.
         self.make_error: Callable[[], CollectiveError] | None = None
-        # Whether ranks may compare descriptions before they begin a collective. False inside of
-        # `join()`: a rank without input begins a collective only after another rank has begun it.
+        # Whether ranks compare descriptions before collectives. False inside of `join()`: a rank
+        # without input begins a collective only after another rank has begun it.
         self.announces = True
         self.described: Hashable = None  # the kind (see `begin`) of collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far
 
-        # Time at which this rank began the first collective that ranks have not compared yet, or 0.
+        # When this rank began the first collective that ranks have not compared yet, or 0.
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
-
-        # For each pair of consecutive descriptions: the description that has always come next, or
-        # "" if different descriptions have come next.
+        # What has always come after two consecutive descriptions. "": different descriptions.
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
     def begin(
         self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition:
-        """Record that this rank begins a collective.
+        """Record that this rank begins a collective on ``group``.
 
-        Returns the condition that all other ranks have begun this collective, too.
+        Returns the condition that all other ranks have begun this collective, too. Raises
+        CollectiveError if the ranks began different collectives earlier.
 
         Args:
-            group: the process group on which the collective runs.
-            kind: key of the collective, such as ``("gather", tag)``. The n-th collective of a kind
-                on one rank matches the n-th on every other rank. None: the name of ``group``, for
-                backends that match all collectives of a group only by order.
+            group: the process group.
+            kind: key of the collective, such as ``("gather", tag)``. None: the name of ``group``,
+                for backends that match all collectives of a group only by order.
             what: description of the collective, for comparisons between ranks. "": do not compare.
-
-        Raises:
-            CollectiveError: the ranks began different collectives earlier.
         """
         if self.make_error is not None:
             raise self.make_error()
@@ -159,28 +136,23 @@ class History:
 
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""
-        # Another rank may still wait in a collective of the flat parameter. Deadlock detection
-        # needs the counts until this wait is over: at the latest, after the next meeting (a
-        # collective of kind `_meeting`), which is over once this rank has begun two more meetings.
+        # Another rank may still wait in a collective of the flat parameter. This wait is over after
+        # the next meeting, which is over once this rank has begun two more meetings.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)
         self._forgotten += [(now, kind) for kind in kinds if kind in self.begun]
 
     def is_usual(self, what: str) -> bool:
-        """Whether collective ``what`` may begin without a comparison between ranks.
+        """Whether ``what`` has always followed the last two collectives.
 
-        True if ``what`` has always followed the last two collectives. All ranks have called
-        ``learn`` with the same arguments. So every other rank either begins ``what`` as well, or
-        gets False for its collective, and first compares the collective with all ranks.
+        If so, ``what`` needs no comparison: all ranks have learned the same. So every other rank
+        begins ``what`` as well, or gets False, and first compares its collective with all ranks.
         """
         return not self.announces or self._next.get(self._last_two) == what
 
     def learn(self, what: str) -> None:
-        """Record that ``what`` follows the last two collectives.
-
-        Must be called after all ranks have compared ``what``.
-        """
+        """Record that ``what``, which all ranks have compared, follows the last two collectives."""
         first = self._next.setdefault(self._last_two, what)
         self._next[self._last_two] = what if what == first else ""
         # Limit the size: each new model adds entries. All ranks drop the same entry, the oldest.
@@ -188,24 +160,19 @@ class History:
             del self._next[next(iter(self._next))]
 
     def to_compare(self) -> bytes:
-        """Return a digest of the collectives that this rank has begun, in order.
-
-        The caller must compare the digest between ranks. Different digests mean that ranks have
-        begun different collectives.
-        """
+        """Return a digest of the collectives that this rank has begun, to compare with others'."""
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
     def recent(self) -> list[Begun]:
-        # `copy` is one operation. `list(self._recent)` would raise if another thread appended to
-        # the deque during the loop.
+        # `list(self._recent)` would raise if another thread appended to the deque meanwhile.
         return list(self._recent.copy())
 
 
 def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
     """Return a sentence about the first collective that differs between ranks, or None.
 
-    ``recent``: for each rank, the latest collectives that the rank has begun.
+    ``recent``: the latest collectives of each rank.
     """
     begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
     for number in sorted(set.intersection(*map(set, begun.values()))):
@@ -216,15 +183,6 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
             alike = [f"rank {ranks_text(some)} began [{what}]" for what, some in ranks_of.items()]
             return f"The first difference: {'; '.join(alike)}"
     return None
-
-
-def describe_difference(names: Mapping[int, str]) -> str:
-    """Return the text of an error, for ranks that are in different collectives.
-
-    ``names``: for each rank, the name of its collective.
-    """
-    differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
-    return f"the ranks are in different collectives. {differ}. {REMEDY} [FS-DEADLOCK]"
 
 
 # ---------------------------------------------------------------- waits for other ranks
@@ -257,12 +215,7 @@ def waits_by_thread() -> list[ThreadWaits]:
 
 
 class watched:
-    """Context manager around code in which this thread waits for other ranks.
-
-    Deadlock detection reads which ``watched`` blocks each thread is in.
-    """
-
-    condition: WaitCondition | None  # the condition under which the wait ends; None: unknown
+    """Context around code in which this thread waits for other ranks, for deadlock detection."""
 
     def __init__(self, op_name: str, condition: WaitCondition | None = None) -> None:
         self.op_name, self.condition = op_name, condition
@@ -300,15 +253,11 @@ class CollectiveError(RuntimeError):
 
 
 class named(watched):
-    """Like ``watched``, but replaces errors of the backend by errors that name the operation.
-
-    Raises:
-        CollectiveError: the backend raised an error in the block (the ``__cause__``).
-    """
+    """Like ``watched``, but replaces the backend's errors by a CollectiveError with the name."""
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        # Do not replace an OutOfMemoryError, which callers may catch, and which other ranks did not
-        # cause. A CollectiveError from a nested block already names the collective.
+        # Callers may catch an OutOfMemoryError, which other ranks did not cause. A CollectiveError
+        # from a nested block already names the collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return None
@@ -334,28 +283,22 @@ class named(watched):
 
 @dataclass(eq=False)
 class AsyncWork(named):
-    """A collective that this rank has begun; ``wait`` waits for the result.
+    """A collective that this rank has begun, with its tensors."""
 
-    This object keeps the collective's tensors alive until no rank needs them any more.
-    """
-
-    # Objects with the interface of ``dist.Work``. ``wait`` waits for each, and then calls ``then``.
-    works: Sequence[Any]
+    works: Sequence[Any]  # objects like ``dist.Work``, for which ``wait`` waits
     op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects to keep alive until all ranks have received everything
     _: KW_ONLY
-    # For error messages: for each of ``works`` (or fewer), the rank that sends the data.
-    peers: Sequence[int] = ()
-    # Called once after the wait for ``works``, to compute the result from the received data.
-    then: Callable[[], None] | None = None
+    peers: Sequence[int] = ()  # ranks that send the data of the first of ``works``, for errors
+    then: Callable[[], None] | None = None  # computes the result, after the wait for ``works``
     # Objects like ``dist.Work`` that complete when all ranks have received this rank's data.
     sends: Sequence[Any] = ()
     reports_end: bool = True  # whether `done` can become true before `wait` is called
-    # Whether `is_sent` can become true before `wait_sends` is called. False for gloo's sends, which
-    # complete only while a thread waits for them.
+    # Whether `is_sent` can become true before `wait_sends` is called. Gloo's sends complete only
+    # while a thread waits for them.
     reports_sent: bool = True
-    condition: WaitCondition | None = None  # the condition under which a wait for ``works`` ends
-    sends_need: WaitCondition | None = None  # the condition under which a wait for ``sends`` ends
+    condition: WaitCondition | None = None  # ends a wait for ``works``
+    sends_need: WaitCondition | None = None  # ends a wait for ``sends``
     _awaited: Sequence[Any] = field(init=False, default=())  # works for which `wait` waits now
 
     def done(self) -> bool:
@@ -365,10 +308,9 @@ class AsyncWork(named):
     def wait(self, pending_sends: PendingSends | None = None) -> None:
         """Wait for the result. With NCCL, the current stream waits instead of the host.
 
-        Afterwards, other ranks may still be reading the tensor that this rank sends. So unfinished
-        sends are added to ``pending_sends``, and the caller must not write to the tensor before
-        ``pending_sends.wait_sends()`` has returned. If ``pending_sends`` is None, also wait until
-        the other ranks have received this rank's data.
+        Other ranks may still read the tensor that this rank sends. So unfinished sends are added to
+        ``pending_sends``, and the caller must not write to the tensor before
+        ``pending_sends.wait_sends()`` has returned. None: also wait for the sends.
 
         Raises:
             CollectiveError: another rank failed or did not arrive within the group's timeout.
@@ -417,11 +359,7 @@ class AsyncWork(named):
         return True
 
     def wait_sends(self) -> None:
-        """Wait until the other ranks have received all data of this rank.
-
-        Raises:
-            CollectiveError: see ``wait``.
-        """
+        """Wait until the other ranks have received all data of this rank."""
         sends, self.sends = self.sends, ()
         if sends:
             with named(self.op_name, self.sends_need):
@@ -433,20 +371,14 @@ class AsyncWork(named):
 class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
-    # A collective is complete on this rank when all data from the other ranks has arrived, perhaps
-    # before the other ranks have received this rank's data. A wait for the sends would slow down
-    # the fastest rank at every unit. So the engine waits only at the end of a forward or backward,
-    # because an optimizer may write the sent shards next.
+    # A wait for the sends would slow down the fastest rank at every unit. So the engine waits only
+    # at the end of a forward or backward, because an optimizer may write the sent shards next.
 
     def __init__(self) -> None:
         self.pending: list[AsyncWork] = []
 
     def wait_sends(self) -> None:
-        """Wait until other ranks have received all sent tensors. Then the tensors may be written.
-
-        Raises:
-            CollectiveError: another rank failed or did not arrive within the group's timeout.
-        """
+        """Wait until other ranks have received all sent tensors, which may be written then."""
         # Remove each collective before its wait. If the wait raises, the next call waits only for
         # the others.
         while self.pending:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, Communicator
+from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import control_of, ranks_text
 from flatshard.comm.ranks import Ranks, communicator, subgroup
@@ -105,7 +106,6 @@ def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Grou
 
 _Group = tuple[int, ...]  # the members of a group, as ranks in the default group
 
-_COMPARING = "ShardedWrapper: comparing process groups"
 _PAIR = "process_group=(shard_group, replicate_group)"
 
 
@@ -119,37 +119,34 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
 
     Collective: all ranks of the groups.
     """
+    members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+    hosts = {
+        place: HostExchange(*control_of(group))
+        for place, group in enumerate(groups)
+        if group.size() > 1
+    }
     # Compare the transport options before making communicators: with different options, some ranks
     # would make fewer process groups, and the other ranks would wait forever.
-    members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+    facts = {
+        "collectives": mode.collectives.value,
+        "wire_dtype": str(mode.wire_dtype),
+        "the number of process groups": str(len(groups)),
+    }
+    remedy = "Pass the same collectives, wire_dtype and process_group on every rank."
+    agreed(lambda: (True, facts), hosts.values(), "ShardedWrapper", remedy)
     rows, columns = known = (set(members[:1]), set(members[1:]))
-    exchanges: list[HostExchange] = []
-    problem: str | None = None
-    options = f"collectives={mode.collectives.value}, wire_dtype={mode.wire_dtype}"
-    for place, group in enumerate(groups):
-        if group.size() == 1:
-            continue
-        exchanges.append(HostExchange(*control_of(group)))
-        crossing = members[1 - place] if len(members) == 2 else None
-        said = f"{options} and {len(groups)} process groups"
-        claims = exchanges[-1].gather((said, place, crossing), _COMPARING)
-        for rank, (theirs, their_place, their_crossing) in zip(members[place], claims, strict=True):
-            if theirs != claims[0][0]:
-                problem = problem or (
-                    f"rank {members[place][0]} has {claims[0][0]}; rank {rank} has {theirs}. Pass "
-                    "the same collectives, wire_dtype and process_group on every rank."
-                )
-            if their_crossing is not None:
-                known[their_place].add(members[place])
-                known[1 - their_place].add(their_crossing)
-    problem = problem or _grid_problem(rows, columns)
-    # A problem may be visible on only some ranks. Tell all ranks, so that all ranks raise.
-    # Otherwise the other ranks would wait forever in their next collective.
-    for exchange in exchanges:
-        problem = next(filter(None, exchange.gather(problem, _COMPARING)), None)
-    if problem is not None:
-        raise ValueError(f"ShardedWrapper: {problem}")
-    return rows
+    for place, host in hosts.items() if len(groups) == 2 else ():
+        claims = host.gather((place, members[1 - place]), "ShardedWrapper: comparing groups")
+        for their_place, their_crossing in claims:
+            known[their_place].add(members[place])
+            known[1 - their_place].add(their_crossing)
+
+    def check() -> tuple[Set[_Group], Facts]:
+        if (problem := _grid_problem(rows, columns)) is not None:
+            raise ValueError(problem)
+        return rows, {}
+
+    return agreed(check, hosts.values(), "ShardedWrapper", "")
 
 
 def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:

@@ -139,7 +139,8 @@ def test_ranks_with_other_transports_and_transposed_groups(rank: int, world_size
     for keywords in ({"collectives": "native"}, {"wire_dtype": torch.bfloat16}):
         for process_group in (None, tuple(pairs)):
             odd = keywords if rank == 1 else {}
-            with pytest.raises(ValueError, match=r"rank 0 has .*; rank 1 has .* same collectives"):
+            name, expected = next(iter(keywords)), r"is .* on rank 0, .* on rank 1\. Pass the same"
+            with pytest.raises(ValueError, match=f"ranks differ: {name} {expected} collectives"):
                 ShardedWrapper(Mlp(), process_group, "FULL_SHARD", **odd)
     model = Mlp()
     model.fc2 = ShardedWrapper(model.fc2, tuple(reversed(pairs)), "HYBRID_SHARD")

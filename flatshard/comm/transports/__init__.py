@@ -1,8 +1,4 @@
-"""``Transport``: one way to move flat parameters and gradients between the ranks of a group.
-
-The function ``average`` is here too. Transports use it to add in rank order, so that the results
-are the same in every run and with every transport.
-"""
+"""``Transport``: one way to move flat parameters and gradients between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -24,25 +20,13 @@ from flatshard.options import Collectives, TransportOptions
 class Members:
     """The ranks of one process group, and the process groups that flatshard makes from these ranks.
 
-    Attributes:
-        rank: rank of this process within the group.
-        ranks: ranks of the members in the default group.
-        peers: the other ranks of the group, as ranks in the group.
-        host: exchanges small values between the ranks.
-        history: record of the collectives that this rank has begun in the group.
-        is_gloo: whether gloo is the backend for tensors in host memory.
-        is_fake: whether no other ranks exist (torch's "fake" backend).
+    ``rank`` and ``peers`` are ranks in the group; ``ranks`` are ranks in the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: TransportOptions) -> None:
-        """Make the process groups. Collective (all ranks of ``group``) if there are several ranks.
-
-        Raises:
-            ValueError: the group's backend does not support the requested ``options``.
-        """
+        """Make the process groups. Collective: all ranks of ``group``."""
         self.group, self.options = group, options
         self.rank, self.global_rank = 0, 0
-        # Use a tuple, which cannot change, because records of collectives keep a reference to it.
         self.ranks: tuple[int, ...] = (0,)
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
@@ -65,18 +49,16 @@ class Members:
                 f"{dist.get_backend(group)}. Leave the option out, or make the group with "
                 'backend="gloo".'
             )
-        # For sockets, make a new group for all-gathers, and do not use the user's `group`: errors
-        # abort the group, and messages have tags that could match the user's messages.
+        # Do not send by the user's `group`: errors abort the group, and tags of messages could
+        # match those of the user's messages.
         for_sockets = self.is_gloo and self.options.collectives is not Collectives.NATIVE
-        # Use separate groups for all-gathers and reductions. A reduction starts when its gradients
-        # are complete, so its order among the all-gathers may differ between ranks, but collectives
-        # of one group match only by order.
+        # A reduction starts when its gradients are complete, so its order among the all-gathers may
+        # differ between ranks, but collectives of one group match only by order.
         with named(self.connecting):
             self.gather_group = new_group(group) if for_sockets else group
             self.reduce_group = new_group(group)
-            # With gloo's own collectives, use a third group for small values. Otherwise, if one
-            # rank began an all-gather and another rank exchanged a small value, gloo would match
-            # two messages of different sizes, and end the process.
+            # If one rank began an all-gather and another rank exchanged a small value in the same
+            # group, gloo would match two messages of different sizes, and end the process.
             control = new_group(group) if self.is_gloo and not for_sockets else self.gather_group
             self.host = HostExchange(*control_of(control), self.reduce_group.group_name)
         self.history, self.is_fake = self.host.history, is_fake(self.gather_group)
@@ -87,8 +69,8 @@ def average(rows: Sequence[Tensor], out: Tensor) -> None:
 
     The first row may be ``out`` itself.
     """
-    # Add row by row, because rounding depends on the order. A kernel that adds all rows at once
-    # would choose the order of additions by the tensors' sizes.
+    # A kernel that adds all rows at once would choose the order, on which rounding depends, by the
+    # tensors' sizes.
     if rows[0].data_ptr() != out.data_ptr():
         out.copy_(rows[0])
     for row in rows[1:]:
@@ -97,10 +79,7 @@ def average(rows: Sequence[Tensor], out: Tensor) -> None:
 
 
 def divide(total: Tensor, number: int, out: Tensor) -> None:
-    """Fill ``out`` with ``total / number``.
-
-    ``out`` has the dtype of ``total``, and may be ``total`` itself.
-    """
+    """Fill ``out``, which may be ``total`` itself, with ``total / number``."""
     if number & (number - 1) == 0 and not total.is_complex():
         # For a power of two, the product is bitwise equal to the quotient, and takes half the time.
         torch.mul(total, 1 / number, out=out)
@@ -120,10 +99,8 @@ class Gather(NamedTuple):
 
     # The memory of ``out``, if ``out`` is an unsharded buffer.
     memory: BufferMemory | None = None
-    # Whether the values are sent unrounded, even if the user chose a narrower ``wire_dtype``.
-    exact: bool = False
-    # Whether this is the second half of an all-reduce of gradients.
-    reduced: bool = False
+    exact: bool = False  # whether the values are sent unrounded, even with a ``wire_dtype``
+    reduced: bool = False  # whether this is the second half of an all-reduce of gradients
 
 
 class ReduceScatter(NamedTuple):
@@ -131,16 +108,14 @@ class ReduceScatter(NamedTuple):
 
     # This rank's gradients, (shard_numel * size,). The transport may overwrite the gradients.
     full: Tensor
-    # Receives this rank's shard of the averages, (shard_numel,). Gradients are added in the dtype
-    # of ``out``, which may be wider than the dtype of ``full``.
+    # Receives this rank's shard of the averages, (shard_numel,). Gradients are added in its dtype,
+    # which may be wider than that of ``full``.
     out: Tensor
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     fixed_order: bool = False  # whether gradients must be added in rank order
 
-    # "reduce"; or "all_reduce" if this reduce-scatter is the first half of an all-reduce, whose
-    # second half is a ``Gather`` with ``reduced``.
-    kind: str = "reduce"
+    kind: str = "reduce"  # or "all_reduce": the first half of an all-reduce of gradients
 
 
 class BufferRequest(NamedTuple):
@@ -155,24 +130,17 @@ class BufferRequest(NamedTuple):
 class Transport:
     """A way for the ranks of one group to all-gather parameters and average gradients.
 
-    This base class serves groups of one rank: it copies the shard on the current stream, and sends
-    nothing. To add a transport, write a subclass in a new file, and add the class to
-    ``transport_kinds``.
+    This base class serves groups of one rank, and sends nothing.
     """
 
     name = "nothing"  # name of the transport, for reports and messages
     reason = ""  # why the group uses this transport, for ``unit_report``; may be empty
 
-    # Whether the transport moves only tensors in host memory.
-    host_only = False
-    # The transport moves only flat parameters with a tag below this number.
-    max_tag: float = math.inf
-    # Whether collectives of different ranks match by order, not by the flat parameter's tag.
-    is_ordered = False
-    # Whether flatshard's code, not the backend, adds gradients ([Note: sums] in `communicator.py`).
-    adds_here = True
-    # Whether an all-gather makes progress while the host computes, so that prefetching saves time.
-    gathers_in_background = False
+    host_only = False  # whether the transport moves only tensors in host memory
+    max_tag: float = math.inf  # the transport moves only flat parameters with a smaller tag
+    is_ordered = False  # whether collectives of ranks match by order, not by the parameter's tag
+    adds_here = True  # whether flatshard adds gradients ([Note: sums] in `communicator.py`)
+    gathers_in_background = False  # whether all-gathers progress while the host computes
 
     @classmethod
     def connect(cls, members: Members) -> Transport | str:
@@ -187,18 +155,14 @@ class Transport:
         """Drop all records about a tag, because its flat parameter was freed."""
 
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
-        """Begin filling ``request.out`` with every rank's shard, in rank order.
-
-        Collective: all ranks of the group. ``op_name`` names the all-gather in errors.
-        """
+        """Begin filling ``request.out`` with every rank's shard, in rank order. Collective."""
         request.out.copy_(request.shard)
         return AsyncWork([], op_name)
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        """Begin averaging gradients over the ranks; each rank gets its part in ``request.out``.
+        """Begin averaging gradients; each rank gets its part in ``request.out``.
 
-        Collective: all ranks of the group, in the same order of calls. ``op_name`` names the
-        reduce-scatter in errors.
+        Collective: all ranks of the group, in the same order of calls.
         """
         raise NotImplementedError("internal error: a reduce-scatter in a group of one rank")
 
@@ -211,9 +175,6 @@ class Transport:
         return device.type == "cuda"
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
-        """Return the dtype in which a reduce-scatter of values of ``dtype`` adds.
-
-        ``ReduceScatter.out`` must have this dtype.
-        """
+        """Return the dtype in which a reduce-scatter of ``dtype`` adds: that of its ``out``."""
         is_narrow = dtype.is_floating_point and dtype.itemsize < 4
         return torch.float32 if is_narrow and (fixed_order or self.adds_here) else dtype

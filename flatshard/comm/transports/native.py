@@ -15,12 +15,8 @@ from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport,
 from flatshard.comm.work import AsyncWork
 from flatshard.units.layout import as_bytes, as_real
 
-# Dtypes that all backends can all-gather. Tensors of other dtypes are sent as bytes.
-_USUAL = {torch.float32, torch.float64}
-
-# With this number of elements, every backend uses its algorithm for large tensors (`warm_up`).
-_LARGE_NUMEL = 1 << 20
-
+_USUAL = {torch.float32, torch.float64}  # dtypes that all backends can all-gather
+_LARGE_NUMEL = 1 << 20  # from this size on, backends use their algorithm for large tensors
 
 _GATHER_OPTIONS = _distributed_c10d.AllgatherOptions()
 _REDUCE_OPTIONS = _distributed_c10d.ReduceScatterOptions()
@@ -30,21 +26,15 @@ _GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = True
 
 # The next two functions save time: they check no arguments, unlike torch.distributed's functions.
 def _all_gather_single(out: Tensor, shard: Tensor, *, group: Any) -> Any:
-    """Begin the backend's all-gather."""
     return group._allgather_base(out, shard, _GATHER_OPTIONS)
 
 
 def _reduce_scatter_single(out: Tensor, whole: Tensor, *, group: Any) -> Any:
-    """Begin the backend's reduce-scatter, which averages."""
     return group._reduce_scatter_base(out, whole, _REDUCE_OPTIONS)
 
 
 class NativeTransport(Transport):
-    """Moves tensors by the backend's collectives, on every device that the backend supports.
-
-    In reductions, the backend adds gradients in its own order and in the gradients' dtype. With
-    ``fixed_order``, the backend only exchanges gradients, and flatshard adds.
-    """
+    """Moves tensors by the backend's collectives, on every device that the backend supports."""
 
     is_ordered, adds_here = True, False
 
@@ -64,8 +54,8 @@ class NativeTransport(Transport):
         group = members.reduce_group if request.reduced else members.gather_group
         is_gloo = shard.device.type in self._on_gloo
         if not request.reduced:
-            # Ranks compare `what`, so leave out the purpose of the all-gather: one rank may unshard
-            # the unit for forward, and another rank for backward, in the same all-gather.
+            # Leave out the purpose: one rank may unshard the unit for forward, and another rank for
+            # backward, in the same all-gather.
             what = f"all-gather of {request.unit_fqn or 'the root'!r}, flat parameter {request.tag}"
             if is_gloo:
                 members.host.announce(what)
@@ -98,7 +88,6 @@ class NativeTransport(Transport):
         return AsyncWork(works, op_name, kept, then=then, reports_end=reports_end, condition=need)
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        """Begin averaging ``buffer`` over the ranks, in place."""
         group = self._members.reduce_group
         need = self._members.history.begin(group)
         work = dist.all_reduce(as_real(buffer), op=dist.ReduceOp.AVG, group=group, async_op=True)
@@ -115,8 +104,7 @@ class NativeTransport(Transport):
             return
         self._warmed_up.add(kind)
         group, size = self._members.reduce_group, self._members.size
-        # Backends use different algorithms, with different connections, for small and large
-        # tensors.
+        # Backends have different connections for small and large tensors.
         for numel in (1, -(-_LARGE_NUMEL // size)):
             full = torch.zeros(numel * size, device=device)
             part = torch.zeros(numel, device=device)

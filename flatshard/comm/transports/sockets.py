@@ -5,11 +5,9 @@ all-reduce and a copy, and the all-to-all uses only one direction of a slow link
 matches a send and a receive by their tag, and each flat parameter has its own tag, so ranks may
 begin all-gathers in different orders.
 
-gloo's sends and receives complete only while a thread waits for them, and a wait cannot be
-cancelled. So a background thread waits for gradients, and adds them as they arrive, while the
-training thread continues. Even beginning a send or receive can take as long as sending the data,
-because gloo may write into the socket directly. So a second background thread begins sends and
-receives.
+gloo's sends and receives complete only while a thread waits for them. So a background thread waits
+for gradients, and adds them as they arrive. Even beginning a send can take as long as sending the
+data, because gloo may write into the socket directly. So a second background thread begins them.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from flatshard.units.layout import as_bytes
 
 # Gradients are received and added in pieces. While one piece is added, the next pieces arrive.
 PIECE_BYTES = 2 << 20
-# Number of elements added at once. So few elements stay in the CPU's cache, and torch adds them in
-# the calling thread. (For more elements, torch would start a pool of threads.)
+# Number of elements added at once. So few stay in the CPU's cache, and torch adds them without
+# starting a pool of threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
@@ -48,14 +46,10 @@ class _Message:
     """
 
     def __init__(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> None:
-        """Prepare a message, without beginning it.
+        """Prepare a message, for ``begin``: method ``recv`` or ``send`` of a process group.
 
-        Args:
-            begin: method ``recv`` or ``send`` of a process group.
-            tensor: the tensor to fill or to send. A sent tensor must not be written until ``wait``
-                has returned.
-            peer: the other rank, within the process group.
-            tag: number by which gloo matches the send to the receive.
+        A sent tensor must not be written until ``wait`` has returned. ``peer``: the other rank in
+        the group. ``tag``: number by which gloo matches the send to the receive.
         """
         self._begun: Future[Any] | None = Future()
         self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
@@ -69,39 +63,32 @@ class _Message:
             self._begun.set_exception(error)
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` has returned."""
         return self._begun is None
 
     def wait(self) -> None:
         """Wait until the tensor is received or sent. Must be called only once."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Drop both attributes, which keep the tensor alive. Otherwise the tensor would stay in
-        # memory until the whole collective is complete.
+        # Free the tensor now, before the whole collective is complete.
         del self._ask
         self._begun = None
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # If the program drops a model during an all-gather (after a failed backward, for example),
-        # keep the tensor until the message has arrived. If a receive were freed earlier, gloo would
-        # stop reading from the sender, and all later collectives of the ranks would wait forever.
+        # The program may drop a model during an all-gather. If a receive were freed before the
+        # message arrives, gloo would stop reading from the sender, and all later collectives of the
+        # ranks would wait forever.
         if not is_ending() and self._begun is not None and self._begun.done():
             with contextlib.suppress(RuntimeError):  # near the end of Python, no thread can start
                 _dropped.put(partial(_end_dropped, self._begun, self._ask))
 
 
 def _begin(messages: Sequence[_Message]) -> None:
-    """Begin sends and receives in the given order. Called in a background thread."""
     for message in messages:
         message.begin()
 
 
 class SocketTransport(Transport):
-    """Moves CPU tensors between the ranks of a gloo group, by sends and receives with tags.
-
-    If the user chose a ``wire_dtype``, floating-point values of wider dtypes are rounded to the
-    ``wire_dtype`` before they are sent.
-    """
+    """Moves CPU tensors between the ranks of a gloo group, by sends and receives with tags."""
 
     host_only = gathers_in_background = True
 
@@ -187,7 +174,7 @@ class _Piece(NamedTuple):
 
     # The values of all ranks, this rank included, in the order of the additions.
     values: list[Tensor]
-    receives: list[_Message]  # the receives of the values of the other ranks
+    receives: list[_Message]
 
 
 class _Average:
@@ -199,17 +186,12 @@ class _Average:
     def __init__(
         self, members: Members, request: ReduceScatter, dtype: torch.dtype, step: int
     ) -> None:
-        """Prepare the messages that receive the other ranks' values.
-
-        ``dtype``: dtype in which gradients are sent. ``step``: maximum number of elements of a
-        message.
-        """
+        """Prepare the receives, in ``dtype``, of at most ``step`` elements each."""
         self._pieces: list[_Piece] = []
         self.sends: list[_Message] = []
         self._over: Future[None] = Future()  # completed at the end of `run`
 
-        # The background thread and a thread in `wait` may both call `run`. Only the first does the
-        # work.
+        # The background thread and `wait` both call `run`. Only the first call does the work.
         self._is_taken = threading.Lock()
         out, peers, numel = request.out, sorted(members.peers), request.out.numel()
         # If the dtypes are equal, receive the first peer's values into the result, and add there.
@@ -228,18 +210,15 @@ class _Average:
             self._pieces.append(_Piece(part, values, receives))
 
     def receives(self) -> Iterator[_Message]:
-        """Return all receives of other ranks' values, in the order of the additions."""
         return chain.from_iterable(piece.receives for piece in self._pieces)
 
     def is_completed(self) -> bool:
-        """Whether ``run`` has ended, so that ``wait`` would return or raise immediately."""
         return self._over.done()
 
     def wait(self) -> None:
         """Wait until the average is complete. If ``run`` failed, raise the error."""
-        # Call `run` in this thread, too. (It does nothing if the background thread has begun this
-        # average.) The background thread may be busy with another model's average, which the other
-        # ranks begin only after this average: a deadlock.
+        # The background thread may be busy with another model's average, which the other ranks
+        # begin only after this average: a deadlock. So call `run` in this thread, too.
         self.run()
         self._over.result()
 
@@ -263,7 +242,6 @@ class _Average:
                 average(rows, out)
         for send in self.sends:
             send.wait()
-        # Drop all references to tensors, so that their memory can be freed after `wait`.
         self._pieces.clear()
         self.sends.clear()
 
@@ -271,19 +249,15 @@ class _Average:
 class _Thread:
     """A background thread that runs tasks in order. The first task starts the thread."""
 
-    # This is no executor of `concurrent.futures`: at its end, Python waits for an executor's
-    # threads, so a thread that waits for a dead rank would block the exit.
+    # At its end, Python waits for the threads of `concurrent.futures`. A thread that waits for a
+    # dead rank would block the exit.
 
     def __init__(self, name: str) -> None:
         self._name = OUR_THREADS + name
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
 
     def put(self, task: Callable[[], None]) -> None:
-        """Queue ``task`` for the background thread, and return without waiting.
-
-        Raises:
-            RuntimeError: the system cannot start the thread.
-        """
+        """Queue ``task``. Raises RuntimeError if the system cannot start the thread."""
         if self._tasks is None:
             tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             threading.Thread(target=_serve, args=(tasks,), name=self._name, daemon=True).start()
