@@ -1,15 +1,10 @@
 """Memory of tensors: unsharded buffers, results, and offload targets.
 
-A ``BufferMemory`` is the memory of an unsharded buffer, allocated at unshard and freed at reshard.
-An ``AllocatedBuffer`` gets the memory from torch's allocator. A transport may define a subclass
-that needs fewer copies.
-
-A ``BufferCache`` reuses the memory of a result, such as a reduced gradient, once no other code uses
-the result. Otherwise glibc would return each freed tensor of at least ``GLIBC_LIMIT_BYTES`` to the
-operating system. Allocators of accelerators cache memory themselves.
-
-An ``OffloadTarget`` is where shards, gradients and optimizer state are stored between uses: on the
-device itself, in host memory, or on disk (``flatshard/extras/disk``).
+- ``BufferMemory``: memory of an unsharded buffer, allocated at unshard and freed at reshard.
+- ``BufferCache``: reuses the memory of a result, such as a reduced gradient, once no other code
+  uses the result.
+- ``OffloadTarget``: where shards, gradients and optimizer state are stored between uses: on the
+  device itself, in host memory, or on disk (``flatshard/extras/disk``).
 """
 
 from __future__ import annotations
@@ -46,17 +41,15 @@ class BufferMemory:
     # Memory for this rank's shard, `(shard_numel,)`, for all ranks to map into their buffers. None:
     # the shard has separate memory.
     shard: Tensor | None = None
-    # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing,
-    # and resharding between forward and backward costs nothing.
+    # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing.
     shows_shards = False
 
     def __init__(self, buffer: Tensor) -> None:
-        # The buffer, (numel,). Use the buffer only between ``take`` and ``free``.
-        self.buffer = buffer
+        self.buffer = buffer  # (numel,), valid only between ``take`` and ``free``
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that the buffer occupies now. Mapped shards are not counted."""
+        """Bytes of memory that the buffer occupies now, without mapped shards."""
         return 0
 
     def take(self) -> None:
@@ -94,10 +87,7 @@ class AllocatedBuffer(BufferMemory):
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
-    """Return the total size in bytes of the storages of ``tensors``.
-
-    Objects that are not tensors are ignored. A storage that several tensors share counts once.
-    """
+    """Return the total size of the storages of ``tensors``. A shared storage counts once."""
     storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -105,21 +95,17 @@ def storage_bytes(tensors: Iterable[object]) -> int:
 @functools.cache
 def prepare_allocator() -> None:
     """Let glibc's allocator reuse the memory that a training step frees in the next step."""
-    # glibc's malloc returns freed blocks above a threshold to the operating system. When a block of
-    # up to 32 MiB is freed, malloc raises the threshold to the block's size. So raise the threshold
-    # to the maximum now, by allocating and freeing a block of this size, because every step
-    # allocates large blocks. This has no effect if the user sets the threshold
-    # (MALLOC_TRIM_THRESHOLD_) or uses another allocator.
+    # glibc returns freed blocks above a threshold to the operating system. When a block of up to
+    # 32 MiB is freed, the threshold becomes the block's size. So allocate and free such a block.
     torch.empty(GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
 
 
 class BufferCache:
-    """Makes 1-D tensors for results, and reuses the memory of a tensor that is no longer used.
-
-    The cache contains at most one tensor.
+    """Makes 1-D tensors for results, and reuses the memory of the last one if it is not used.
 
     ``new``: function that allocates a tensor, given a number of elements and a dtype. None: torch
-    allocates tensors, and only large CPU tensors are cached.
+    allocates tensors, and only large CPU tensors are cached: glibc would return their memory to the
+    operating system.
     """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
@@ -162,7 +148,7 @@ _ALONE = num_uses(torch.empty(1))
 
 
 class OffloadTarget:
-    """Where tensors are stored between uses. This base class stores them on the device itself."""
+    """Where tensors are stored between uses: here, on the device itself."""
 
     is_device = True
 
@@ -186,8 +172,6 @@ class OffloadTarget:
 
 
 class HostMemory(OffloadTarget):
-    """Host memory, as the offload target of units on an accelerator."""
-
     is_device = False
 
     def __init__(self, *, pinned: bool) -> None:
@@ -215,8 +199,7 @@ class OffloadTargets:
     # Target of optimizer state with one value per element: `DiskMemory` of the extra `disk`. None:
     # optimizer state is stored beside the shard.
     state: Any = None
-    # Whether a copy of the shard stays on the device. Then an all-gather need not copy it there.
-    keeps_copy: bool = False
+    keeps_copy: bool = False  # whether a copy of the shard for all-gathers stays on the device
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
@@ -236,8 +219,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 class _Nothing:
     """A context manager that does nothing."""
 
-    # Use a function written in C, for speed: each step enters many of these contexts. The function
-    # accepts any arguments, and returns an empty string, which is false.
+    # A function in C, for speed. It accepts any arguments, and returns an empty string: false.
     __enter__ = __exit__ = "".format
 
 
@@ -246,10 +228,7 @@ NOTHING: contextlib.AbstractContextManager[object] = _Nothing()  # type: ignore[
 
 @contextlib.contextmanager
 def on_copy_stream(device: torch.device) -> Iterator[None]:
-    """Context manager in which CUDA work is queued on the copy stream of ``device``.
-
-    The work begins after all work that is already queued on the current (compute) stream.
-    """
+    """Context in which CUDA work is queued on the copy stream, behind the current stream's work."""
     stream = copy_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -292,8 +271,7 @@ def checksum(tensor: Tensor) -> Checksum:
 def sample(tensor: Tensor) -> list[int]:
     """Return up to 32 words of a tensor's memory, to find out later whether the tensor was written.
 
-    The words are spread over the memory. Reading them takes a few microseconds. Empty for a tensor
-    on an accelerator, because a read would wait for the device.
+    Empty for a tensor on an accelerator, because a read would wait for the device.
     """
     words = words_of(tensor) if tensor.is_cpu else torch.empty(0)
     return words[:: words.numel() // 32 + 1].tolist()

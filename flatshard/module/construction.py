@@ -1,28 +1,17 @@
 """``wrap`` carries out a ``ModelPlan``: it makes the units of a model.
 
-The steps:
-
-1. Ranks compare their plans, and create the process groups of the sharding strategies.
-2. The range that each rank stores of each flat parameter is computed. Disk space is reserved for
-   shards that are offloaded to disk.
-3. Ranks decide whether all ranks take rank 0's initial values. Buffers move to the device.
-4. Each unit is made: its parameters become shards.
-5. Parameters and buffers on the meta device get values.
-6. The transports (``comm/transports``) connect to other ranks. The units get the state that they
-   share in a step (``RunState``). Rank 0 issues warnings.
-
-If an error is raised before the buffers move, the module is unchanged.
+If an error is raised before ``move_buffers``, the module is unchanged.
 
 [Note: initial values]
-The initial values of a tensor are each rank's own, or rank 0's. On the meta device, a tensor has
-none. If all ranks take rank 0's values, rank 0 broadcasts one parameter after the other, and every
-rank copies only its part to its shard. So only rank 0 needs memory for the full model's values.
+The initial values of a tensor are each rank's own, or rank 0's. If all ranks take rank 0's values,
+rank 0 broadcasts one parameter after the other, and every rank copies only its part to its shard.
+So only rank 0 needs memory for the full model's values.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import compress
 from typing import Any
@@ -175,7 +164,6 @@ def _make_units(
         modules = [member.module for member in planned.members]
         casts = {module: plan.precision_plan.of_unit(module) for module in modules}
         unit = Unit(casts, planned.names, settings, plan.ignored.within(modules))
-        # For each module, why the policy chose it. Empty for a module that the user wrapped.
         unit.reasons = [member.reason for member in planned.members]
         unit.own(handles, Backward.receive)
         unit.state_dict = UnitStateDict(unit)
@@ -211,10 +199,9 @@ def leave_empty(module: nn.Module) -> None:
 class InitialValues:
     """Decides which initial values of parameters and buffers the ranks use.
 
-    The decision is the same on all ranks. All ranks take rank 0's values if ``sync_module_states``
-    is True, or if the keyword is None and the checksums of the values differ between ranks. With
-    ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own buffers, as
-    in DistributedDataParallel.
+    All ranks take rank 0's values if ``sync_module_states`` is True, or if the keyword is None and
+    the checksums of the values differ between ranks. With ``broadcast_buffers=False`` and
+    ``sync_module_states=None``, each rank keeps its own buffers, as in DistributedDataParallel.
     """
 
     def __init__(self, plan: ModelPlan) -> None:
@@ -225,18 +212,17 @@ class InitialValues:
         kept = {} if sync is not None or settings.broadcast_buffers else plan.buffers
         # The checksum of each tensor, or 0 if none is needed, because rank 0 broadcasts the
         # values anyway, or each rank uses its own values.
-        mine = [
-            None if one.is_meta else 0 if sync or name in kept else checksum(one.detach())
+        mine = {
+            name: None if one.is_meta else 0 if sync or name in kept else checksum(one.detach())
             for name, one in tensors.items()
-        ]
+        }
         self.settings, self.world = settings, world
-        # Names of the tensors that differ between ranks.
-        self.different = different = names_of_different(tensors, mine, world)
-        # `sends`: whether rank 0 sends its parameters. `sends_buffers`: whether rank 0 also sends
-        # its buffers. Ranks whose buffers are on the meta device need rank 0's buffers.
+        self.different = different = names_of_different(mine, world)
+        # Whether rank 0 sends its parameters, and also its buffers. Ranks whose buffers are on the
+        # meta device need rank 0's buffers.
         self.sends = world.size > 1 and (bool(different) if sync is None else sync)
         self.sends_buffers = self.sends and (not kept or not kept.keys().isdisjoint(different))
-        marks = bytes(value is None for value in mine)
+        marks = bytes(value is None for value in mine.values())
         # `marks` has a 1 for each tensor without values. If rank 0 sends its values, only rank 0's
         # marks count, so the other ranks pass zeros to the maxima.
         counted = bytes(len(marks)) if self.sends and world.rank != 0 else marks
@@ -267,8 +253,7 @@ class InitialValues:
         spec = param.spec
         part = shard[spec.range]
         if self.sends:
-            # Send one parameter at a time, if possible without a copy on rank 0. A copy of a whole
-            # unit may not fit in memory.
+            # A copy of a whole unit may not fit in memory.
             if self.world.rank == 0:
                 assert value is not None, "rank 0 has the values"
                 whole = value.permute(spec.order).reshape(-1).to(part.device, part.dtype)
@@ -308,16 +293,14 @@ class InitialValues:
         return [f"{what} {outcome} [FS-WEIGHTS]"]
 
 
-def names_of_different(
-    tensors: Collection[str], sums: Iterable[Checksum | None], world: Communicator
-) -> list[str]:
+def names_of_different(sums: Mapping[str, Checksum | None], world: Communicator) -> list[str]:
     """Return the names of tensors whose checksums differ between ranks. Collective: all ranks."""
     # Compare the digests by a maximum over the ranks, because a gather's messages would grow with
     # the number of ranks.
-    digests = b"".join(digest_of(repr(one).encode()) for one in sums)
+    digests = b"".join(digest_of(repr(one).encode()) for one in sums.values())
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
-    size = len(digests) // max(len(tensors), 1)
-    return [name for n, name in enumerate(tensors) if any(flags[n * size : (n + 1) * size])]
+    size = len(digests) // max(len(sums), 1)
+    return [name for n, name in enumerate(sums) if any(flags[n * size : (n + 1) * size])]
 
 
 def move_buffers(plan: ModelPlan, start: InitialValues) -> None:

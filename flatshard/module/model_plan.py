@@ -1,8 +1,5 @@
 """``ModelPlan``: a module that is being wrapped, the user's settings, and the units to make.
 
-The functions at the end of the file check the module. They find ignored tensors, tensors that
-cannot be sharded, and wrappers that the module already contains.
-
 Making a plan changes no module and does not communicate, so the model may be on the meta device.
 ``construction`` makes the planned units, and ``extras.plan`` predicts their memory.
 """
@@ -45,8 +42,7 @@ class PlannedUnit:
 
     def __post_init__(self) -> None:
         self.names = [member.name for member in self.members]
-        # The unit's name in messages. Empty for the root unit.
-        self.name = module_tree.name_of(self.names)
+        self.name = module_tree.name_of(self.names)  # empty for the root unit
 
     def flatten(self, precision_plan: PrecisionPlan) -> None:
         """Divide the unit's parameters into flat parameters."""
@@ -207,8 +203,8 @@ def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
 def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     """Return the modules and tensors that the wrapper of ``module`` must ignore.
 
-    The user passes them in a keyword, or, as for DistributedDataParallel, lists their names in the
-    attribute ``_ddp_params_and_buffers_to_ignore``. ``given``: the keywords and their values.
+    The user passes them in the keywords ``given``, or, as for DistributedDataParallel, lists their
+    names in the attribute ``_ddp_params_and_buffers_to_ignore``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")

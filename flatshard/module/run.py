@@ -1,7 +1,4 @@
-"""Makes the state of a model's training steps (its run), and checks it before each forward.
-
-Also implements ``no_sync``.
-"""
+"""Makes the state of a model's training steps, and checks it before each forward; ``no_sync``."""
 
 from __future__ import annotations
 
@@ -31,9 +28,8 @@ from flatshard.state.model_state import WriteThrough
 from flatshard.units.module_proxy import UNIT, ModuleProxy
 from flatshard.units.module_tree import unit_text
 
-# `_watched` contains the modules of all sharded models. `_num_registered` counts how often a module
-# or parameter was assigned to an attribute of one of these modules. Such an assignment may add a
-# parameter that no unit shards.
+# The modules of all sharded models, and how often a module or parameter was assigned to one of
+# these modules. Such an assignment may add a parameter that no unit shards.
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _num_registered = 0
 
@@ -131,8 +127,7 @@ class RootChecks:
     context: RunState
 
     def __init__(self, root: ModuleProxy, units: Sequence[Unit]) -> None:
-        # A weak reference, so that the outermost wrapper can be freed while the program uses one of
-        # its units in another model.
+        # The outermost wrapper may be freed while the program uses one of its units elsewhere.
         self._root = weakref.ref(root)
         self._ignored, self._shared = units[-1].ignored, wrappers.other_roots(root)
         self.writes = WriteThrough()
@@ -239,7 +234,7 @@ def _install() -> None:
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
-    """Count an assignment to a module of a sharded model. torch calls this hook for all modules."""
+    """Count an assignment to a module of a sharded model."""
     global _num_registered
     # Skip the lookup while compiling: Dynamo cannot trace it, and traced code adds no parameters.
     if not torch.compiler.is_compiling() and module in _watched:

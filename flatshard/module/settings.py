@@ -47,8 +47,7 @@ def _as_boundary(value: object) -> Any:
     return extra("boundary", f"ShardedWrapper(boundary={value!r})").as_boundary(value)
 
 
-# The functions that check and convert the values of keywords. Keywords whose values depend on the
-# module or the ranks are not here.
+# The functions that check and convert the values of keywords that need neither module nor ranks.
 READERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": as_mixed_precision,
     "cpu_offload": options.as_cpu_offload,

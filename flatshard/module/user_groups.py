@@ -113,9 +113,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     """Check that all ranks passed the same options, and that their groups form a grid.
 
     In a grid of ranks, each row is a shard group, and each column is a replicate group. Each rank
-    sends the members of its replicate group to its shard group, and the reverse. Then each rank
-    checks the groups that share a rank with its own groups. Together, the ranks check all groups,
-    and all ranks of the groups raise. Returns the shard groups that this rank then knows.
+    sends the members of its replicate group to its shard group, and the reverse, and checks the
+    groups that it then knows: together, all groups. Returns the shard groups that this rank knows.
 
     Collective: all ranks of the groups.
     """

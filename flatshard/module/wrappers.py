@@ -1,8 +1,7 @@
 """Finds the units, their modules and flat parameters, and the wrappers in a model.
 
-A ``Unit`` is a module, or several small neighbouring modules, whose parameters are sharded
-together. Each of these modules refers to the unit. The model's modules stay as they are: only the
-modules to which the program itself applied ``ShardedWrapper`` are inside of a wrapper.
+Each module of a unit refers to the unit. Only the modules to which the program itself applied
+``ShardedWrapper`` are inside of a wrapper.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ def unit_of(wrapper: ModuleProxy) -> Unit:
 
 
 def modules_below(module: nn.Module, ends: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """Yield ``module``, and all modules and wrappers in it, outermost first.
+    """Yield ``module``, and all modules and wrappers in it, outermost first, perhaps repeatedly.
 
-    A module that several modules share is yielded several times. The function does not enter a
-    module for which ``ends`` returns True.
+    The function does not enter a module for which ``ends`` returns True.
     """
     # `module.modules()` would take three times as long, because it builds all modules' names.
     waiting = [module]
@@ -46,8 +44,7 @@ def wrappers_in(module: nn.Module) -> list[ModuleProxy]:
 def unit_modules(module: nn.Module, *, nested: bool = True) -> dict[nn.Module, Unit]:
     """Return the modules of units in a model, outermost first, with their units.
 
-    The result is empty for an unwrapped model. ``nested=False``: leave out the modules that are
-    inside of another module of a unit.
+    ``nested=False``: leave out the modules that are inside of another module of a unit.
     """
     found = modules_below(module, lambda one: not nested and UNIT in one.__dict__)
     return {one: one.__dict__[UNIT] for one in found if UNIT in one.__dict__}

@@ -1,7 +1,4 @@
-"""The user's options. Each option is validated once: when it is made, or passed to a wrapper.
-
-The module ``precision`` has the options for dtypes. ``extras`` has the table of optional features.
-"""
+"""The user's options. Each option is validated once: when it is made, or passed to a wrapper."""
 
 from __future__ import annotations
 
@@ -25,16 +22,14 @@ class Placement:
     sharded: bool = True
     # Whether units are resharded between forward and backward.
     reshard_after_forward: bool = True
-    # If False, a unit stays unsharded until its parameters change, or until a forward without
-    # gradients ends.
+    # False: until parameters change, or a forward without gradients ends, a unit stays unsharded.
     reshard_after_backward: bool = True
     # Whether parameters are split only within each node, so that each node has a full replica.
     hybrid: bool = False
-    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Each node has a
-    # replica of the parameters, so that all-gathers stay within the node.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks, and only
+    # parameters within a node.
     over_all: bool = False
-    # A number k: after forward, each rank stores 1/k of the parameters, so that backward
-    # all-gathers from only k ranks. None: backward all-gathers from the same ranks as forward.
+    # From how many ranks backward all-gathers. None: from the same ranks as forward.
     regather_size: int | None = None
     # Whether ranks may skip the unit in a step, or run units in different orders.
     may_diverge: bool = False
@@ -52,7 +47,7 @@ class _SameAsTorchs(enum.Enum):
             return NotImplemented
         return type(self).__members__.get(other.name) is self
 
-    # Equal members must have equal hashes. Both enums hash the member's name.
+    # Equal members must have equal hashes. torch's enum hashes the member's name.
     __hash__ = enum.Enum.__hash__
 
 
@@ -132,15 +127,13 @@ def resharding(
         problem += "number of ranks can be chosen. Use True or False."
     if problem is not None:
         raise ValueError(f"reshard_after_forward={after_forward}: {problem}")
-    if after_forward is True:
-        return strategy, placement
     if after_forward > 1:
-        return strategy, replace(placement, regather_size=after_forward)
-    placement = replace(placement, reshard_after_forward=False)
+        placement = replace(placement, regather_size=after_forward)
+    elif after_forward is not True:
+        placement = replace(placement, reshard_after_forward=False)
     # Name the strategy that does the same without the user's keyword, if there is one.
-    return next(
-        (one for one in ShardingStrategy if one.placement == placement), strategy
-    ), placement
+    same = (one for one in ShardingStrategy if one.placement == placement)
+    return next(same, strategy), placement
 
 
 class BackwardPrefetch(_SameAsTorchs):
@@ -306,7 +299,7 @@ class TransportOptions:
 
     @property
     def needs_gloo(self) -> str:
-        """The user's option that only gloo supports, as a text for errors. Empty: there is none."""
+        """The user's option that only gloo supports, as a text for errors, or ""."""
         if self.collectives is Collectives.SOCKETS:
             return 'collectives="sockets"'
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""

@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# Folder and purpose of each extra. If a folder is missing, the error says the purpose. Extras that
-# act at the same moment of a step act in this order.
+# Folder and purpose of each extra. Extras that act at the same moment of a step act in this order.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
     "uneven": "lets ranks accumulate over different numbers of micro-batches",

@@ -14,12 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flatshard.options import as_member, check_flags
 from flatshard.options.extras import extra
 
-# Type of `MixedPrecision.overrides`.
 Overrides: TypeAlias = (
     Mapping[str, torch.dtype] | Callable[[nn.Parameter], torch.dtype | None] | None
 )
 
-# Float8 dtypes of the installed torch.
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -124,12 +122,12 @@ class MixedPrecision:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the policy leaves parameters, gradients and buffers in their own dtypes."""
+        """Whether all tensors keep their own dtypes."""
         dtypes = (self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.gather_dtype)
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """Return a text of the settings, for ranks to compare, without a function's results."""
+        """Return a text of the settings, for ranks to compare."""
         overrides = "a function" if callable(self.overrides) else self.overrides
         fields = {**self.__dict__, "overrides": overrides}
         return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"
@@ -139,15 +137,10 @@ class MixedPrecision:
 class ParamPrecision:
     """The dtypes in which one flat parameter is computed, sent and reduced."""
 
-    # Dtype of the unsharded parameters. None means the shard's dtype.
-    compute_dtype: torch.dtype | None = None
-    # Dtype in which gradients are reduced and sent. None means `compute_dtype`.
-    reduce_dtype: torch.dtype | None = None
-    # Float8 dtype of the shard in an all-gather. None means `compute_dtype`.
-    gather_dtype: torch.dtype | None = None
-    # Whether reduced gradients stay in the dtype of the reduction. Otherwise they are cast to the
-    # shard's dtype.
-    keeps_reduce_dtype: bool = False
+    compute_dtype: torch.dtype | None = None  # None: the shard's dtype
+    reduce_dtype: torch.dtype | None = None  # None: `compute_dtype`
+    gather_dtype: torch.dtype | None = None  # float8. None: `compute_dtype`
+    keeps_reduce_dtype: bool = False  # whether reduced gradients are not cast to the shard's dtype
     fixed_order: bool = False  # whether gradients are added in rank order on every backend
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """``FlatLayout``: the position of each original parameter in a flat parameter, and its ranks.
 
-The layout is a pure function of names, shapes, memory orders, alignment and world size. So every
-rank knows without communication which rank stores an element.
+The layout depends only on shapes, memory orders, alignment and world size. So every rank knows
+without communication which rank stores an element.
 
 The elements of a parameter stay in memory order, so a view of the parameter's range has the same
 strides as the unwrapped parameter (channels_last, for example). ``start``, ``end`` and ``offset``
@@ -31,14 +31,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# In a flat parameter, every original parameter and every rank's shard begins at a multiple of this
-# number of bytes.
-ALIGNMENT_BYTES = 16
-# Bytes of a memory page. Some ARM systems have larger pages. Large shards fill whole pages, so that
-# shared memory or a file can be mapped as a shard.
+ALIGNMENT_BYTES = 16  # alignment of original parameters and shards in a flat parameter
+# Large shards fill whole memory pages, so that shared memory or a file can be mapped as a shard.
 PAGE_BYTES = max(mmap.PAGESIZE, 4096)
-# Minimum size, in bytes, of a shard that fills whole pages.
-PAGED_BYTES = 1 << 20
+PAGED_BYTES = 1 << 20  # minimum size of a shard that fills whole pages
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -102,10 +98,7 @@ def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as real numbers, or a real tensor unchanged.
-
-    Some backends do not support complex tensors.
-    """
+    """Return a view of a tensor as real numbers: some backends do not support complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -124,7 +117,6 @@ class FlatLayout:
 
     @classmethod
     def build(cls, params: Mapping[str, Tensor], *, world_size: int, itemsize: int) -> FlatLayout:
-        """Return the layout of parameters in sequence, with padding for alignment."""
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
         end = 0
@@ -151,10 +143,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of padding in the flat parameter: ``(index, start, end)``, in ascending order.
-
-        The original parameter ``index`` comes after this padding.
-        """
+        """Ranges of padding, in ascending order: the index of the next parameter, start, end."""
         starts = [0, *(span.end for span in self.spans)]
         ends = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((i, start, ends[i]) for i, start in enumerate(starts) if start < ends[i])
@@ -167,7 +156,6 @@ class FlatLayout:
         """Return the part of original parameter ``index`` that is in the shard of ``rank``."""
         span = self.spans[index]
         begin, stop = self.shard_range(rank)
-        # A parameter before or after the shard has an empty range at the shard's beginning or end.
         start = min(max(span.start, begin), stop)
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)
@@ -184,7 +172,6 @@ class FlatLayout:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -203,8 +190,7 @@ class Box(NamedTuple):
 
     offsets: tuple[int, ...]  # index of the first element of the box in the tensor, per dimension
     sizes: tuple[int, ...]
-    # Index of the box's first element in the range that was cut into boxes.
-    position: int
+    position: int  # index of the first element in the range that was cut into boxes
 
     @property
     def numel(self) -> int:

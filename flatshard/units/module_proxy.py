@@ -1,8 +1,4 @@
-"""``ModuleProxy``: is put around a module, and behaves like the module.
-
-``refuse_foreign_wrapper`` raises if a wrapper of torch (DistributedDataParallel, for example) is
-applied to the model.
-"""
+"""``ModuleProxy``: is put around a module, and behaves like the module."""
 
 from __future__ import annotations
 
@@ -108,32 +104,26 @@ class ModuleProxy(nn.Module):
         # `if model:` would call `__len__`, and raise for a wrapped module without a length.
         return True
 
-    # Programs that list modules find the children and tensors of the wrapped module, but not the
-    # module. With wrapper and module, a program that edits all modules of a class would edit each
-    # parameter twice, because the wrapper is an instance of the class, too.
+    # Programs that list modules do not find the wrapper. Otherwise a program that edits all modules
+    # of a class would edit each parameter twice, because the wrapper is an instance, too.
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
 
-        Raises ValueError if the caller is DistributedDataParallel or a similar wrapper.
+        Raises ValueError if the caller is DistributedDataParallel or a similar wrapper, which would
+        broadcast rank 0's shards to all ranks, or shard the shards.
         """
-        # Such wrappers call this method first. Later they would broadcast rank 0's shards to all
-        # ranks, or shard the shards.
         refuse_foreign_wrapper()
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the children of the wrapped module.
-
-        Raises ValueError if the caller is torch's ``parallelize_module``.
-        """
+        """Yield the children of the wrapped module."""
         refuse_foreign_wrapper()
         return self.module.named_children()
 
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the parameters or buffers of the wrapped module, also with ``recurse=False``."""
         refuse_foreign_wrapper()
         return self.module._named_members(*args, **kwargs)
 
@@ -173,10 +163,7 @@ class ModuleProxy(nn.Module):
 
 
 def put_in_place(proxy: Proxy, module: nn.Module) -> Proxy:
-    """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module.
-
-    Returns ``proxy``.
-    """
+    """Let ``proxy`` wrap ``module``, and return ``proxy``."""
     # Import here, because the import is slow.
     from torch._dynamo.decorators import skip
 
@@ -194,8 +181,7 @@ def put_in_place(proxy: Proxy, module: nn.Module) -> Proxy:
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
         # Trainers read the names of a model's arguments from the signature of `forward`.
-        # `inspect.signature` leaves out the first parameter of a method, so insert a dummy
-        # parameter.
+        # `inspect.signature` leaves out the first parameter of a method.
         bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
@@ -218,9 +204,8 @@ def callers() -> Iterator[FrameType]:
 
 # ---------------------------------------------------------------- wrappers of torch
 
-# Torch's wrappers that must not be applied to sharded parameters. The values are the wrappers'
-# names for error messages; the keys are the functions that make or run them: (module, function
-# name).
+# Torch's wrappers that must not be applied to sharded parameters. Keys: the module and name of the
+# function that makes or runs the wrapper. Values: the wrapper's name for error messages.
 _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",

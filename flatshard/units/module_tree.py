@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-# Classes whose code reads weights of child modules, also in subclasses. The list has names, because
+# Names of classes whose code reads weights of child modules, also in subclasses. Names, because
 # torchvision may not be installed, and older versions of torch lack some classes.
 _READS_CHILDREN = {
     "torch.nn.modules.activation.MultiheadAttention",
@@ -40,13 +40,11 @@ class Ignored:
 
     # Ignored modules, with all descendants. All tensors of these modules are ignored.
     modules: frozenset[nn.Module] = frozenset()
-    # Ignored parameters and buffers of other modules, as pairs (module, attribute), because a
-    # conversion (`.to()`, for example) may replace the tensors.
+    # Ignored parameters and buffers of other modules: (module, attribute). A conversion, such as
+    # `.to()`, may replace the tensors.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
-    # Names, in the unwrapped model, of the modules and tensors that the user chose.
-    names: tuple[str, ...] = ()
-    # Whether all modules and parameters that the user chose are outside of the wrapped module.
-    is_elsewhere: bool = False
+    names: tuple[str, ...] = ()  # names of the modules and tensors that the user chose
+    is_elsewhere: bool = False  # whether all of these are outside of the wrapped module
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the ignored parameters and buffers that the modules have now."""
@@ -113,7 +111,6 @@ class ModuleTree:
         ]
 
     def params(self, module: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters of a module and its descendants, without ignored parameters."""
         return set(module.parameters()) - self.ignored_params
 
 
@@ -125,7 +122,6 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def numel(params: Iterable[nn.Parameter]) -> int:
-    """Return the number of elements of all ``params`` together."""
     return sum(param.numel() for param in params)
 
 
@@ -207,15 +203,12 @@ def name_of(names: Sequence[str]) -> str:
 
 
 def unit_text(name: str) -> str:
-    """Return the text by which messages name a unit. The outermost unit has an empty name."""
+    """Return the text by which messages name a unit."""
     return f"unit {name!r}" if name else "the root unit"
 
 
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """Return a parameter's new name, after its sharded model became part of a larger wrapped model.
-
-    ``before``, ``after``: the old and the new names of the same modules.
-    """
+    """Return the new name of a parameter of modules whose names were ``before``."""
     for old, new in zip(before, after, strict=True):
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name

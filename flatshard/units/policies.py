@@ -2,8 +2,7 @@
 
 A policy has one of three forms:
 
-- The string ``"auto"``. Units are repeated blocks and large single modules; see
-  ``flatshard.extras.auto_wrap``.
+- The string ``"auto"``: see ``flatshard.extras.auto_wrap``.
 - A callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
   With ``recurse=True``, the policy returns whether to visit the children of the module. If the
   policy returns False, neither the module nor any module inside is a unit, and there is no second
@@ -13,7 +12,6 @@ A policy has one of three forms:
   whole model and returns the chosen modules, each with keywords.
 
 The last two forms come from ``torch.distributed.fsdp.wrap``, so torch's policies work unchanged.
-Instead of a policy, ``wrap`` inside ``enable_wrap`` can make units while a model is built.
 """
 
 import contextlib
@@ -56,9 +54,7 @@ class ChosenModule:
     name: str  # the first FQN of the module in the root
     module: nn.Module = field(repr=False)
     overrides: Keywords = field(default_factory=dict)  # keywords that replace the root's keywords
-
-    # Text with the name of the policy and the reason for the choice.
-    reason: str = field(default="", compare=False, repr=False)
+    reason: str = field(default="", compare=False, repr=False)  # the policy, and its reason
     # The parameters that the module owns, in registration order. Filled by `ModelPlan`.
     infos: list[ParamInfo] = field(default_factory=list, compare=False, repr=False)
 
@@ -275,10 +271,10 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
 
 
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
-    """Return the modules that a callable policy chooses, each with an empty dict of keywords."""
+    """Return the modules that a callable policy chooses."""
     chosen: dict[nn.Module, Keywords] = {}
-    # For each visited module: the parameters that belong to units in the module. If several parents
-    # share the module, each parent leaves these parameters out of `nonwrapped_numel`.
+    # For each visited module: the parameters that belong to units in the module. Each parent leaves
+    # these parameters out of `nonwrapped_numel`.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -287,8 +283,6 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # `left`, the policy's `nonwrapped_numel`, is the number of this module's elements that
-            # are in no unit inside the module.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.module and has_forward(module)
@@ -393,7 +387,7 @@ def _class_tuple(classes: Any, argument: str) -> tuple[type, ...]:
 
 
 def show(value: object) -> str:
-    """Return a short text for a value in a message, because a module's repr could fill pages."""
+    """Return a short text for a value in a message: a module's repr could fill pages."""
     if isinstance(value, nn.Module):
         return f"an instance of {type(value).__name__}"
     if isinstance(value, list | tuple | set | frozenset):

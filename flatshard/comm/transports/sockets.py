@@ -39,6 +39,14 @@ PIECE_BYTES = 2 << 20
 _ADDED_AT_ONCE = 1 << 14
 
 
+def _settle(outcome: Future[Any], function: Callable[[], Any]) -> None:
+    """Give the result or the error of ``function`` to ``outcome``."""
+    try:
+        outcome.set_result(function())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 class _Message:
     """One send or receive of a tensor, with the interface of ``dist.Work``.
 
@@ -57,10 +65,7 @@ class _Message:
     def begin(self) -> None:
         """Begin the send or receive. ``wait`` raises errors of gloo."""
         assert self._begun is not None, "begun before it is waited for"
-        try:
-            self._begun.set_result(self._ask())
-        except BaseException as error:
-            self._begun.set_exception(error)
+        _settle(self._begun, self._ask)
 
     def is_completed(self) -> bool:
         return self._begun is None
@@ -224,14 +229,8 @@ class _Average:
 
     def run(self) -> None:
         """Compute the average, unless another thread computes it. ``wait`` raises any error."""
-        if not self._is_taken.acquire(blocking=False):
-            return
-        try:
-            self._wait_and_add()
-        except BaseException as error:
-            self._over.set_exception(error)
-        else:
-            self._over.set_result(None)
+        if self._is_taken.acquire(blocking=False):
+            _settle(self._over, self._wait_and_add)
 
     def _wait_and_add(self) -> None:
         for piece in self._pieces:

@@ -220,7 +220,7 @@ class MetaInit:
         with _left_out(root):
             sums = self._make_all(groups)
         if not start.sends and world.size > 1:
-            start.different = names_of_different(sums, sums.values(), world)
+            start.different = names_of_different(sums, world)
             if start.different and start.settings.sync_module_states is None:
                 name, *others = start.different
                 more = f" and {len(others)} more" if others else ""
