@@ -1,5 +1,6 @@
 """Accelerate's programs, with flatshard's Accelerator in the place of its own."""
 
+import copy
 import functools
 import os
 import warnings
@@ -93,6 +94,7 @@ def test_as_with_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
                 assert_close(sharded.weights(), plain.weights(), rtol=bound, atol=bound)
         _kept_by_the_user(ours)
         _sync_in_backward(theirs, ours)
+        _uneven_inputs(ours, rank)
         _values_and_names(ours, rank, tmp_path)
         _saved_by_ddp(theirs, ours, tmp_path)
 
@@ -121,6 +123,33 @@ def _sync_in_backward(theirs: Any, ours: Any) -> None:
         run.accelerator.clip_grad_value_(run.model.parameters(), 0.02)
         grads.append([param.grad for param in run.model.parameters()])
     assert_close([grad.full_tensor() for grad in grads[1]], grads[0])
+
+
+def _uneven_inputs(ours: Any, rank: int) -> None:
+    """Rank 0 has three batches, rank 1 two; the third gradient is halved."""
+    accelerator, plain = ours(), small_net()
+    expected = copy.deepcopy(plain)
+    data = torch.utils.data.TensorDataset(torch.randn(10, 6), torch.randn(10, 3))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    batches = list(loader)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
+    mine = []
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            mine.append(inputs)
+    assert_close(mine, [inputs for inputs, _ in batches[rank::2]])
+    assert loader.batch_sampler.even_batches
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for first in (0, 2, 4):
+        optimizer.zero_grad()
+        for inputs, targets in batches[first : first + 2]:
+            (nn.functional.mse_loss(expected(inputs), targets) / 2).backward()
+        optimizer.step()
+    assert_close(dict(model.state_dict()), dict(expected.state_dict()))
 
 
 def _values_and_names(ours: Any, rank: int, folder: Path) -> None:
