@@ -24,8 +24,7 @@ def raise_everywhere(
 ) -> None:
     """Raise the ``error`` of the first rank that has one, on all ranks of all ``comms``.
 
-    Collective: all ranks of each of ``comms``, with and without an error. A rank that receives an
-    error in one communicator sends the error to the ranks of the next communicators.
+    Collective. A rank that receives an error in one communicator sends it to the next ones.
     """
     # `global_rank` is the rank of this process in every communicator except `ALONE`, where it is 0.
     me = max(comm.global_rank for comm in comms)

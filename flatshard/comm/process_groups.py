@@ -158,10 +158,9 @@ _END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 
 
 def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Abort all collectives of ``groups``, and wait until flatshard's and gloo's threads are idle.
+    """Abort all collectives of ``groups``, also on other ranks, and wait until threads are idle.
 
-    Called when the program ends; see [Note: end of the program]. The collectives fail on the other
-    ranks, too. This rank must not begin another collective on ``groups``.
+    Called when the program ends; see [Note: end of the program].
     """
     for group in groups:
         abort(group)

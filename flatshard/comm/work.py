@@ -82,10 +82,9 @@ class History:
     def __init__(
         self, name: str, ranks: Iterable[int], rank: int, meeting: Hashable = None
     ) -> None:
-        """Make an empty history. The numbers of ranks are those in the default group.
+        """Make an empty history. ``ranks`` and ``rank`` are ranks in the default group.
 
-        ``name`` is the same on all ranks. ``meeting``: kind (see ``begin``) of collectives in which
-        all ranks wait for each other.
+        ``meeting``: kind of collectives in which all ranks wait for each other.
         """
         self.name, self._meeting = name, meeting
         self.others = tuple(other for other in ranks if other != rank)
@@ -112,16 +111,11 @@ class History:
     def begin(
         self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition:
-        """Record that this rank begins a collective on ``group``.
+        """Record that this rank begins a collective of a ``kind``, such as ``("gather", tag)``.
 
-        Returns the condition that all other ranks have begun this collective, too. Raises
-        CollectiveError if the ranks began different collectives earlier.
-
-        Args:
-            group: the process group.
-            kind: key of the collective, such as ``("gather", tag)``. None: the name of ``group``,
-                for backends that match all collectives of a group only by order.
-            what: description of the collective, for comparisons between ranks. "": do not compare.
+        ``kind``: None if the backend matches all collectives of ``group`` only by order. ``what``:
+        description, for comparisons between ranks. Returns the condition that all other ranks have
+        begun this collective, too. Raises if the ranks began different collectives earlier.
         """
         if self.make_error is not None:
             raise self.make_error()

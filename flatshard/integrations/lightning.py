@@ -243,10 +243,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         return files.full_state_dict(module)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's full state on rank 0, an empty dict on other ranks. Collective.
-
-        The keys are the positions of the parameters, as in a plain torch optimizer.
-        """
+        """Return the optimizer's full state on rank 0, an empty dict on other ranks. Collective."""
         return _by_position(files.full_optim_state_dict(self.model_of(optimizer), optimizer))
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:

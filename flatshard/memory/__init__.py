@@ -1,11 +1,4 @@
-"""Memory of tensors: unsharded buffers, results, and offload targets.
-
-- ``BufferMemory``: memory of an unsharded buffer, allocated at unshard and freed at reshard.
-- ``BufferCache``: reuses the memory of a result, such as a reduced gradient, once no other code
-  uses the result.
-- ``OffloadTarget``: where shards, gradients and optimizer state are stored between uses: on the
-  device itself, in host memory, or on disk (``flatshard/extras/disk``).
-"""
+"""Memory of tensors: unsharded buffers, cached results, offload targets, and checksums."""
 
 from __future__ import annotations
 
@@ -101,7 +94,7 @@ def prepare_allocator() -> None:
 
 
 class BufferCache:
-    """Makes 1-D tensors for results, and reuses the memory of the last one if it is not used.
+    """Makes 1-D tensors for results, such as reduced gradients, in the last one's unused memory.
 
     ``new``: function that allocates a tensor, given a number of elements and a dtype. None: torch
     allocates tensors, and only large CPU tensors are cached: glibc would return their memory to the
@@ -148,7 +141,7 @@ _ALONE = num_uses(torch.empty(1))
 
 
 class OffloadTarget:
-    """Where tensors are stored between uses: here, on the device itself."""
+    """Where shards, gradients and optimizer state are between uses: here, on the device."""
 
     is_device = True
 
@@ -240,16 +233,14 @@ def on_copy_stream(device: torch.device) -> Iterator[None]:
 # The result of `checksum`. Different tensors almost always have different checksums.
 Checksum = int
 
-_PART_WORDS = 1 << 18  # number of words that `checksum` adds at once
-_PART_FACTOR = 6364136223846793005  # an odd number: parts in another order have another checksum
+_ROW = 1 << 13  # number of words in a row of the table in `checksum`
 
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """Return random integers, ``(_PART_WORDS,)``, which are the same on all ranks and devices."""
+    """Return random integers, ``(_ROW,)``, which are the same on all ranks and devices."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(2**63 - 1, (_PART_WORDS,), generator=generator, device="cpu")
-    return drawn.to(device)
+    return torch.randint(2**63 - 1, (_ROW,), generator=generator, device="cpu").to(device)
 
 
 def checksum(tensor: Tensor) -> Checksum:
@@ -260,12 +251,15 @@ def checksum(tensor: Tensor) -> Checksum:
         # high bits of an int64 and a factor overflows.
         words = words.view(torch.int32)
     factors = _factors(words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for part in words.split(_PART_WORDS):
-        # Random factors, because tensors such as (0, 1, 1, 0) and (1, 0, 0, 1) have equal sums,
-        # also if each element is multiplied by its index.
-        total.mul_(_PART_FACTOR).add_((part * factors[: part.numel()]).sum())
-    return int(total)
+    num_tabled = words.numel() // _ROW * _ROW
+    table, rest = words[:num_tabled].view(-1, _ROW), words[num_tabled:]
+    # Random factors: (0, 1, 1, 0) and (1, 0, 0, 1) have equal sums, also if each element is
+    # multiplied by its index. Few rows at once, because the products need memory.
+    num_rows = min(1 + len(table) // 64, 8 if words.is_cpu else 128)
+    sums = [(rows * factors).sum(1) for rows in table.split(num_rows)]
+    sums.append((rest * factors[: rest.numel()]).sum(0, keepdim=True))
+    total = torch.cat(sums)
+    return int(total) if total.numel() == 1 else checksum(total)
 
 
 def sample(tensor: Tensor) -> list[int]:

@@ -112,11 +112,9 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
     """Check that all ranks passed the same options, and that their groups form a grid.
 
-    In a grid of ranks, each row is a shard group, and each column is a replicate group. Each rank
-    sends the members of its replicate group to its shard group, and the reverse, and checks the
-    groups that it then knows: together, all groups. Returns the shard groups that this rank knows.
-
-    Collective: all ranks of the groups.
+    Each rank sends the members of its replicate group to its shard group, and the reverse, and
+    checks the groups that it then knows: together, the ranks check all groups. Returns the shard
+    groups that this rank knows. Collective: all ranks of the groups.
     """
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     hosts = {

@@ -1,8 +1,4 @@
-"""Finds the units, their modules and flat parameters, and the wrappers in a model.
-
-Each module of a unit refers to the unit. Only the modules to which the program itself applied
-``ShardedWrapper`` are inside of a wrapper.
-"""
+"""Finds the units, their modules and flat parameters, and the wrappers in a model."""
 
 from __future__ import annotations
 
@@ -79,10 +75,7 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
-    """Return the modules of those ``units`` that fewer than ``world_size`` ranks train.
-
-    Groups of ranks train such modules separately, so the buffers may differ between groups.
-    """
+    """Return the modules that groups of fewer than ``world_size`` ranks train separately."""
     return {
         inner
         for unit in units

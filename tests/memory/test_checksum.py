@@ -29,6 +29,7 @@ def test_patterns_of_large_tensors() -> None:
     assert checksum(board) != checksum(moved)
     assert checksum(halves) != checksum(halves.roll(1 << 10, 0))
     assert checksum(halves) == checksum(halves.clone())
+    assert checksum(torch.arange(40_000)) != checksum(torch.arange(40_000).flip(0))
 
 
 @on_ranks(2)

@@ -56,8 +56,7 @@ class _Message:
     def __init__(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> None:
         """Prepare a message, for ``begin``: method ``recv`` or ``send`` of a process group.
 
-        A sent tensor must not be written until ``wait`` has returned. ``peer``: the other rank in
-        the group. ``tag``: number by which gloo matches the send to the receive.
+        A sent tensor must not be written until ``wait`` has returned.
         """
         self._begun: Future[Any] | None = Future()
         self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
