@@ -94,7 +94,10 @@ class Communicator(Members):
 
     @cached_property
     def side_group(self) -> Communicator:
-        """A second communicator of the same ranks, with its own order. First access: collective."""
+        """A second communicator of the same ranks, for collectives in another order.
+
+        Collective at the first access, which makes the process groups.
+        """
         if self.group is None or self.size == 1:
             return self
         # If a rank does not arrive, deadlock detection can end this wait, but not the wait inside

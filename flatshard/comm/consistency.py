@@ -56,8 +56,9 @@ def agreed(
 ) -> T:
     """Run ``prepare`` on each rank, and return its result if all ranks succeed with equal facts.
 
-    If facts differ, all ranks raise ValueError, which begins with ``op_name``: ``differ``, and ends
-    with ``remedy``. If ``prepare`` raises on a rank, all ranks raise an error of the same class.
+    Facts are texts, keyed by name. If they differ between ranks, all ranks raise ValueError:
+    ``op_name``, ``differ``, the first difference, ``remedy``. If ``prepare`` raises on a rank, all
+    ranks raise an error of the same class.
 
     Collective: all ranks of each of ``hosts``. A rank that receives a problem in one exchange sends
     the problem to the ranks of the next exchanges.

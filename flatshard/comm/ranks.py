@@ -66,7 +66,7 @@ class Ranks:
         return Topology(world, shard, replicate, intra_group=shard, post_forward_group=group)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
-        """Return the group of this node's ranks, and one of a rank of each node. Collective."""
+        """Return the shard group (this node's ranks) and the replicate group. Collective."""
         size = self.ranks_per_node
         if self.world.size == 1:
             return self.world, ALONE

@@ -162,5 +162,4 @@ def _generate(
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return the torch optimizer inside accelerate's wrapper."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
+    return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]

@@ -209,7 +209,6 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
     _check_wrappers(module, given["auto_wrap_policy"])
-    units = wrappers.units_in(module)
     if given["ignored_modules"] is not None and given["ignored_states"] is not None:
         text = "pass either ignored_modules or ignored_states (modules and parameters), not both."
         raise ValueError(f"ShardedWrapper: {text}")
@@ -230,14 +229,11 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     # No error: a user may pass the same list to several wrappers with different modules.
     is_elsewhere = bool(chosen) and names.keys().isdisjoint(map(id, chosen))
     places = {(inner, attribute) for _, inner, attribute, tensor in tensors if id(tensor) in single}
-    ignored = Ignored(
-        frozenset[nn.Module]().union(
-            *(inner.modules() for inner in tops), *(unit.ignored.modules for unit in units)
-        ),
-        frozenset(places).union(*(unit.ignored.places for unit in units)),
-        tuple(names.values()),
-        is_elsewhere,
-    )
+    modules = {inner for top in tops for inner in top.modules()}
+    for unit in wrappers.units_in(module):
+        modules |= unit.ignored.modules
+        places |= unit.ignored.places
+    ignored = Ignored(frozenset(modules), frozenset(places), tuple(names.values()), is_elsewhere)
     # Raise if an inner wrapper has already sharded a tensor that this wrapper must ignore.
     sharded = _sharded_ids(module) & ignored.ids()
     for name, _, _, tensor in tensors:

@@ -170,8 +170,7 @@ class RootChecks:
         # Check the modules only after a module or parameter was assigned, or a parameter that was
         # added after wrapping is trained, because checking is slow.
         is_changed = self._num_registered != _num_registered
-        if self._added:
-            is_changed |= any(param.requires_grad for param in self._added)
+        is_changed |= any(param.requires_grad for param in self._added)
         if is_changed and (root := self._root()) is not None:
             self._check_modules(root)
             self._num_registered = _num_registered

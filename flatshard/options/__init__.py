@@ -22,14 +22,14 @@ class Placement:
     sharded: bool = True
     # Whether units are resharded between forward and backward.
     reshard_after_forward: bool = True
-    # False: until parameters change, or a forward without gradients ends, a unit stays unsharded.
+    # False: units stay unsharded until parameters change, or a forward without gradients ends.
     reshard_after_backward: bool = True
     # Whether parameters are split only within each node, so that each node has a full replica.
     hybrid: bool = False
     # With `hybrid`: whether gradients and optimizer state are split over all ranks, and only
     # parameters within a node.
     over_all: bool = False
-    # From how many ranks backward all-gathers. None: from the same ranks as forward.
+    # Number of ranks from which backward all-gathers. None: the same ranks as in forward.
     regather_size: int | None = None
     # Whether ranks may skip the unit in a step, or run units in different orders.
     may_diverge: bool = False
