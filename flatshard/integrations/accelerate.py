@@ -19,7 +19,6 @@ from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 from torch import nn
 
 from flatshard import checkpoint
-from flatshard.engine.run_state import temporarily
 from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
@@ -155,9 +154,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 stack.enter_context(super().join_uneven_inputs(others, even_batches))
             elif even_batches is not None:
                 # accelerate's method would raise, because torch's Join needs a model.
-                samplers = [getattr(one, "batch_sampler", None) for one in self._dataloaders]
-                samplers = [one for one in samplers if hasattr(one, "even_batches")]
-                stack.enter_context(temporarily(samplers, even_batches=even_batches))
+                for sampler in (getattr(one, "batch_sampler", None) for one in self._dataloaders):
+                    if hasattr(sampler, "even_batches"):
+                        stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
+                        sampler.even_batches = even_batches
             for one in joinables:
                 if isinstance(one, ShardedWrapper):
                     stack.enter_context(one.join())

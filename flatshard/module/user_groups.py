@@ -106,6 +106,7 @@ def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Grou
 
 _Group = tuple[int, ...]  # the members of a group, as ranks in the default group
 
+_COMPARING = "ShardedWrapper: comparing process groups"
 _PAIR = "process_group=(shard_group, replicate_group)"
 
 
@@ -130,11 +131,10 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
         "the number of process groups": str(len(groups)),
     }
     remedy = "Pass the same collectives, wire_dtype and process_group on every rank."
-    agreed(lambda: (True, facts), hosts.values(), "ShardedWrapper", remedy)
+    agreed(lambda: (True, facts), hosts.values(), _COMPARING, remedy)
     rows, columns = known = (set(members[:1]), set(members[1:]))
     for place, host in hosts.items() if len(groups) == 2 else ():
-        claims = host.gather((place, members[1 - place]), "ShardedWrapper: comparing groups")
-        for their_place, their_crossing in claims:
+        for their_place, their_crossing in host.gather((place, members[1 - place]), _COMPARING):
             known[their_place].add(members[place])
             known[1 - their_place].add(their_crossing)
 
@@ -143,7 +143,7 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
             raise ValueError(problem)
         return rows, {}
 
-    return agreed(check, hosts.values(), "ShardedWrapper", "")
+    return agreed(check, hosts.values(), _COMPARING, "")
 
 
 def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
