@@ -154,7 +154,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 stack.enter_context(super().join_uneven_inputs(others, even_batches))
             elif even_batches is not None:
                 # accelerate's method would raise, because torch's Join needs a model.
-                for sampler in (getattr(one, "batch_sampler", None) for one in self._dataloaders):
+                samplers: list[Any] = [one.batch_sampler for one in self._dataloaders]
+                for sampler in samplers:
                     if hasattr(sampler, "even_batches"):
                         stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
                         sampler.even_batches = even_batches
