@@ -191,7 +191,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         surround_calls(self._sharded_unit, module)
 
     def no_sync(
-        self, *, max_bytes: int | None = None, replicas_only: bool = False, uneven: bool = False
+        self, *, max_bytes: int | None = None, replicas_only: bool = False
     ) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them, for forwards that begin inside the context.
 
@@ -199,6 +199,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         gradients of every unit. From the second backward on, these gradients are in the parameters'
         own dtype if the reduce dtype is narrower, because sums are rounded only before they are
         sent. Two arguments limit this memory.
+
+        Under SHARD_OP and NO_SHARD, ranks may run different numbers of forwards and backwards
+        inside the context, because these need no all-gathers there.
 
         Example:
             ```python
@@ -217,20 +220,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             replicas_only: if shards have replicas on other nodes, reduce-scatter within the shard
                 group in every backward, and omit only the all-reduce between nodes. Units without
                 replicas reduce as usual. Units that are only replicated do not reduce.
-            uneven: let ranks run different numbers of forwards and backwards, also none. All
-                parameters stay unsharded from entry to exit, so no rank waits for another inside
-                the context. The exit reduces the gradients once; a rank without gradients counts
-                as zeros. Then call ``optimizer.step()``. Collective: all ranks, at entry and exit.
-                If a rank leaves with an exception, all ranks raise.
 
         Raises:
-            RuntimeError: a forward or backward of the model is running. With ``uneven``, an
-                optimizer steps in backward or inside the context, ``join`` surrounds it, the model
-                was converted inside the context, or ranks have frozen different parameters.
-            ValueError: ``max_bytes`` is negative, or ``uneven`` has another argument beside it.
+            RuntimeError: a forward or backward of the model is running.
+            ValueError: ``max_bytes`` is negative.
         """
         context = self._sharded_unit.context
-        return accumulating(context, max_bytes, replicas_only=replicas_only, uneven=uneven)
+        return accumulating(context, max_bytes, replicas_only=replicas_only)
 
     def average_over(self, count: float | Tensor) -> None:
         """Average the gradients of the next backward over counts, such as tokens, not over ranks.
@@ -243,8 +239,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums are
         larger than means.
 
-        Call before each backward, on every rank. A rank without tokens passes 0; a rank without
-        a backward in ``no_sync(uneven=True)`` need not call. No communication.
+        Call before each backward, on every rank. A rank without tokens passes 0. No communication.
 
         Example:
             ```python

@@ -12,7 +12,6 @@ FOLDER = "flatshard.extras"
 # act at the same moment of a step act in this order.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
-    "uneven": "lets ranks accumulate over different numbers of micro-batches",
     "average_over": "averages gradients over counts (of tokens) instead of ranks",
     "boundary": "keeps rows, blocks or whole parameters on one rank",
     "divergence": "lets ranks skip units, or run them in another order",

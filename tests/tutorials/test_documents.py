@@ -183,7 +183,7 @@ def _check_accumulated(names: dict[str, Any], rank: int) -> None:
 
 def _check_token_mean(names: dict[str, Any], rank: int) -> None:
     """One step on the concatenated rows of all ranks."""
-    is_uneven = "number" not in names
+    is_uneven = len(names["batches"]) < len(data(0))
     batches = [*data(0)[: 1 if is_uneven else None], *data(1)[: 2 if is_uneven else None]]
     inputs, labels = map(torch.cat, zip(*batches, strict=True))
     most = 1.0 if is_uneven else math.inf
