@@ -243,11 +243,11 @@ def _check_engine(names: dict[str, Any], rank: int) -> None:
         assert_close(names["received"], {n: v.bfloat16() for n, v in expected.items()})
         return
     loaded = names["engine"].loaded
-    if rank > 0 and "bucket" not in names and "merged" not in names:
+    if rank > 0 and "weights" not in names and "merged" not in names:
         assert not loaded
         return
     dtype = next(iter(loaded.values())).dtype
-    assert dtype is (torch.bfloat16 if "bucket" in names else torch.float32)
+    assert dtype is (torch.bfloat16 if "weights" in names else torch.float32)
     assert_close(loaded, {n: v.to(dtype) for n, v in expected.items()}, rtol=0, atol=0)
 
 
