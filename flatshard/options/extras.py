@@ -24,7 +24,7 @@ EXTRAS = {
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",
     "advice": "warns of settings without effect when a model is wrapped",
-    "overrides": "gives modules and parameters another dtype by name or by function",
+    "overrides": "gives modules and parameters another dtype by name",
     "conversion": "converts and copies sharded models",
     "summon": "lets modules hold full parameters for a while",
     "meta_init": "initialises models that are built on the meta device",
