@@ -493,17 +493,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             return optimizer_step.clip_grad_norm_(list(self.parameters()), handles, *limits)
 
     def norms(
-        self,
-        kind: Literal["grad", "param"] = "grad",
-        per: Literal["parameter", "unit"] = "parameter",
-        norm_type: float = 2.0,
+        self, kind: Literal["grad", "param"] = "grad", *, norm_type: float = 2.0
     ) -> dict[str, float]:
         """Return the norms of all full parameters or gradients, keyed by unwrapped name.
 
-        Costs one collective, if all units train on the same ranks, and one wait of the host. The
-        returned dict has an attribute ``non_finite``: for each name whose norm is inf or NaN, the
-        ranks whose part of the tensor has an element that is inf or NaN. After a reduction, these
-        need not be the ranks whose batches produced the element.
+        Costs one collective, if all units train on the same ranks, and one wait of the host.
 
         Collective: all ranks, between steps.
 
@@ -517,17 +511,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Args:
             kind: ``"grad"``: the gradients in ``.grad``; parameters without a gradient are left
                 out. ``"param"``: the parameters.
-            per: one norm for each parameter or for each unit. Units have the names of
-                ``unit_report()``; the name of the root unit is ``""``.
             norm_type: the p of the p-norm; ``math.inf``: the largest absolute value; 0: the number
                 of elements that are not zero.
 
         Raises:
-            ValueError: ``kind`` or ``per`` has another value.
+            ValueError: ``kind`` has another value.
             RuntimeError: a forward or backward of the model is running; gradients were accumulated
                 under ``no_sync`` and not reduced.
         """
-        return extra("weights", "norms()").norms(self, kind, per, norm_type)  # type: ignore[no-any-return]
+        return extra("weights", "norms()").norms(self, kind, norm_type)  # type: ignore[no-any-return]
 
     @staticmethod
     def summon_full_params(
