@@ -2,7 +2,7 @@
 
 ``full_tensors`` yields all tensors, ``WeightChanges`` only the weights that have changed, and
 ``MergedLora`` adds LoRA adapters of PEFT to the yielded weights. All ranks run the iteration
-together (``read``). ``norms`` computes norms of all parameters, gradients or updates.
+together (``read``). ``norms`` computes norms of all parameters or gradients.
 """
 
 from __future__ import annotations
