@@ -191,7 +191,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         surround_calls(self._sharded_unit, module)
 
     def no_sync(
-        self, *, max_bytes: int | None = None, replicas_only: bool = False, uneven: bool = False
+        self, *, max_bytes: int | None = None, replicas_only: bool = False
     ) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them, for forwards that begin inside the context.
 
@@ -199,6 +199,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         gradients of every unit. From the second backward on, these gradients are in the parameters'
         own dtype if the reduce dtype is narrower, because sums are rounded only before they are
         sent. Two arguments limit this memory.
+
+        Under SHARD_OP and NO_SHARD, ranks may run different numbers of forwards and backwards
+        inside the context, because these need no all-gathers there.
 
         Example:
             ```python
@@ -217,20 +220,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             replicas_only: if shards have replicas on other nodes, reduce-scatter within the shard
                 group in every backward, and omit only the all-reduce between nodes. Units without
                 replicas reduce as usual. Units that are only replicated do not reduce.
-            uneven: let ranks run different numbers of forwards and backwards, also none. All
-                parameters stay unsharded from entry to exit, so no rank waits for another inside
-                the context. The exit reduces the gradients once; a rank without gradients counts
-                as zeros. Then call ``optimizer.step()``. Collective: all ranks, at entry and exit.
-                If a rank leaves with an exception, all ranks raise.
 
         Raises:
-            RuntimeError: a forward or backward of the model is running. With ``uneven``, an
-                optimizer steps in backward or inside the context, ``join`` surrounds it, the model
-                was converted inside the context, or ranks have frozen different parameters.
-            ValueError: ``max_bytes`` is negative, or ``uneven`` has another argument beside it.
+            RuntimeError: a forward or backward of the model is running.
+            ValueError: ``max_bytes`` is negative.
         """
         context = self._sharded_unit.context
-        return accumulating(context, max_bytes, replicas_only=replicas_only, uneven=uneven)
+        return accumulating(context, max_bytes, replicas_only=replicas_only)
 
     def average_over(self, count: float | Tensor) -> None:
         """Average the gradients of the next backward over counts, such as tokens, not over ranks.
@@ -243,8 +239,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums are
         larger than means.
 
-        Call before each backward, on every rank. A rank without tokens passes 0; a rank without
-        a backward in ``no_sync(uneven=True)`` need not call. No communication.
+        Call before each backward, on every rank. A rank without tokens passes 0. No communication.
 
         Example:
             ```python
@@ -498,17 +493,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             return optimizer_step.clip_grad_norm_(list(self.parameters()), handles, *limits)
 
     def norms(
-        self,
-        kind: Literal["grad", "param"] = "grad",
-        per: Literal["parameter", "unit"] = "parameter",
-        norm_type: float = 2.0,
+        self, kind: Literal["grad", "param"] = "grad", *, norm_type: float = 2.0
     ) -> dict[str, float]:
         """Return the norms of all full parameters or gradients, keyed by unwrapped name.
 
-        Costs one collective, if all units train on the same ranks, and one wait of the host. The
-        returned dict has an attribute ``non_finite``: for each name whose norm is inf or NaN, the
-        ranks whose part of the tensor has an element that is inf or NaN. After a reduction, these
-        need not be the ranks whose batches produced the element.
+        Costs one collective, if all units train on the same ranks, and one wait of the host.
 
         Collective: all ranks, between steps.
 
@@ -522,17 +511,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Args:
             kind: ``"grad"``: the gradients in ``.grad``; parameters without a gradient are left
                 out. ``"param"``: the parameters.
-            per: one norm for each parameter or for each unit. Units have the names of
-                ``unit_report()``; the name of the root unit is ``""``.
             norm_type: the p of the p-norm; ``math.inf``: the largest absolute value; 0: the number
                 of elements that are not zero.
 
         Raises:
-            ValueError: ``kind`` or ``per`` has another value.
+            ValueError: ``kind`` has another value.
             RuntimeError: a forward or backward of the model is running; gradients were accumulated
                 under ``no_sync`` and not reduced.
         """
-        return extra("weights", "norms()").norms(self, kind, per, norm_type)  # type: ignore[no-any-return]
+        return extra("weights", "norms()").norms(self, kind, norm_type)  # type: ignore[no-any-return]
 
     @staticmethod
     def summon_full_params(

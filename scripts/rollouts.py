@@ -10,7 +10,7 @@ weights bit for bit. By default rank 0 has an engine; with --engines all, every 
 
 import argparse
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.managers import BaseManager
 from typing import Any
 
@@ -25,6 +25,7 @@ from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 
 VOCABULARY, WIDTH, LENGTH, GOOD = 16, 32, 12, 3
+Weight = tuple[str, Tensor]
 
 
 class Block(nn.Sequential):
@@ -61,7 +62,7 @@ class Engine:
         self.model = policy().requires_grad_(False)
         self.state = self.model.state_dict()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[Weight]) -> None:
         for name, tensor in weights:
             self.state[name].copy_(tensor)
 
@@ -93,10 +94,22 @@ def prepare(seed: int) -> None:
 # ---------------------------------------------------------------- the trainer
 
 
+def in_buckets(items: Iterable[Weight], nbytes: int) -> Iterator[list[Weight]]:
+    """Collect weights in lists of at least ``nbytes``, so that an engine gets few messages."""
+    bucket: list[Weight] = []
+    for name, tensor in items:
+        bucket.append((name, tensor))
+        if sum(one.nbytes for _, one in bucket) >= nbytes:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
 def hand_over(model: nn.Module, engine: Any, args: argparse.Namespace) -> None:
     """Give the engine all weights. Collective: all ranks, also those without an engine."""
     ranks = "all" if args.engines == "all" else 0
-    for bucket in flatshard.full_tensors(model, bucket_bytes=args.bucket_bytes, ranks=ranks):
+    for bucket in in_buckets(flatshard.full_tensors(model, ranks=ranks), args.bucket_bytes):
         # The call returns when the engine has copied the bucket, so no tensor is kept.
         engine.load_weights(bucket)
 
@@ -144,7 +157,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_number("--steps", 50, "optimizer steps")
     parser.add_number("--batch", 32, "sequences per step")
-    parser.add_number("--bucket-bytes", 1 << 14, "bytes per bucket")
+    parser.add_number("--bucket-bytes", 1 << 14, "least bytes per bucket")
     which = "an engine on rank 0, or on every rank (default: one)"
     parser.add_argument("--engines", choices=("one", "all"), default="one", help=which)
     return parser.parse_args(arguments)

@@ -125,14 +125,9 @@ class RunState:
     def check_between_steps(self, caller: str) -> RunState:
         """Check that ``caller``, a method of the wrapper, may run now, and clean up a failed step.
 
-        Raises RuntimeError inside a forward or backward, and inside ``no_sync(uneven=True)``.
+        Raises RuntimeError inside a forward or backward.
         """
         self.forward.recover()
-        if self.root.stays_unsharded:
-            raise RuntimeError(
-                f"{caller} was called inside of no_sync(uneven=True), where ranks do not "
-                "communicate, but it needs all ranks. Call it outside of the context."
-            )
         if self.is_running:
             raise RuntimeError(
                 f"{caller} was called while a forward or backward of "

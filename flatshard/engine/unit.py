@@ -125,7 +125,6 @@ class Unit:
         # The outermost wrapper of each model that contains the unit (several if wrapped again).
         self.roots: WeakSet[nn.Module] = WeakSet()
         self.is_root, self.is_summoned = True, False  # summoned: inside of `summon_full_params`
-        self.stays_unsharded = False  # whether the program is in `no_sync(uneven=True)`
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
         # Counts of loads, keyed by name in messages: how often each state dict or checkpoint was
@@ -288,8 +287,6 @@ class Unit:
         ``is_needed_soon``: whether the rest of the forward, or the beginning of backward, uses the
         unit.
         """
-        if self.stays_unsharded:
-            return BufferAction.KEEP
         if point is ReshardPoint.STEP_LEFT:
             return BufferAction.FREE
         # A backward with create_graph has added graph nodes, which will read the buffer later.
@@ -483,19 +480,12 @@ class Unit:
                 handle.put_back()
         self.phase = Phase.IDLE
 
-    def forget_calls(self) -> None:
-        """Forget this rank's calls of the unit's modules.
-
-        Call this only if no later backward runs through the graphs of these calls.
-        """
+    def reset(self) -> None:
+        """Return to IDLE after a failed step, and drop the step's gradients and calls."""
         self.running.clear()
         self.keeps_views = False
         self._kept_version, self._num_calls = -1, 0
         self.end_iteration()
-
-    def reset(self) -> None:
-        """Return to IDLE after a failed step, and drop the step's gradients."""
-        self.forget_calls()
         for handle in self.handles:
             handle.grads.drop()
         self.reshard()

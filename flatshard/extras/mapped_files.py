@@ -28,7 +28,11 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
 
     ``reserve``: whether to allocate all memory now, so that later writes cannot run out of memory.
     """
-    number = _memfd()
+    try:
+        # With sysctl vm.memfd_noexec=2, systems refuse to make files that could be executed.
+        number = os.memfd_create("flatshard", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    except OSError:
+        number = os.memfd_create("flatshard")  # before Linux 6.3 the flag does not exist
     try:
         os.ftruncate(number, nbytes)
         if reserve:
@@ -38,14 +42,6 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
         os.close(number)
         raise
     return number
-
-
-def _memfd() -> int:
-    try:
-        # With sysctl vm.memfd_noexec=2, systems refuse to make files that could be executed.
-        return os.memfd_create("flatshard", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create("flatshard")  # before Linux 6.3 the flag does not exist
 
 
 def reserve_range(nbytes: int) -> mmap.mmap:

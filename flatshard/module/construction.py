@@ -96,14 +96,13 @@ def _compare(plan: ModelPlan) -> None:
     ranks = plan.settings.ranks
     # Compare before any other collective: ranks with different plans would deadlock.
     if ranks.world.size > 1:
-        chosen = plan.precision_plan.chosen
-        described = f"{plan.settings.describe()}{chosen.describe() if chosen else ''}"
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
         # For units that the module contained before, compare only strategies and sizes: the
         # modules under the same name may be different experts on the ranks.
         units += map(summary, plan.sharded_before.values())
+        described = plan.settings.describe().split(", ")
         # The names of facts contain positions, so that ranks also compare the order.
-        facts = {f"setting {number}": text for number, text in enumerate(described.split(", "))}
+        facts = {f"setting {number}": text for number, text in enumerate(described)}
         facts["the list of ignored tensors"] = repr(list(plan.ignored.names))
         tensors = (f"{n!r} ({_describe(one)})" for n, one in (plan.params | plan.buffers).items())
         facts |= {f"tensor {number}": text for number, text in enumerate(tensors)}

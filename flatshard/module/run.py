@@ -258,26 +258,15 @@ def _check_not_captured(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(
-    context: RunState, max_bytes: int | None, *, replicas_only: bool, uneven: bool
+    context: RunState, max_bytes: int | None, *, replicas_only: bool
 ) -> Iterator[None]:
     """Context in which backwards accumulate unreduced gradients; see ``ShardedWrapper.no_sync``."""
     as_flag("replicas_only", replicas_only)
-    as_flag("uneven", uneven)
-    is_plain = max_bytes is None and not replicas_only
-    if uneven and not is_plain:
-        raise ValueError(
-            "no_sync: expected uneven=True without max_bytes and replicas_only, which reduce in "
-            "every backward, and so need the same number of backwards on all ranks."
-        )
-    if context.root.stays_unsharded and is_plain and not uneven:
-        yield  # the enclosing `no_sync(uneven=True)` already accumulates
-        return
     context.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}.")
     syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
-    together = extra("uneven", "no_sync(uneven=True)").uneven if uneven else contextlib.nullcontext
-    with together(context), temporarily([context], syncs=syncs, under_no_sync=True):
+    with temporarily([context], syncs=syncs, under_no_sync=True):
         yield
 
 

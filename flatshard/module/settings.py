@@ -160,7 +160,7 @@ class Settings:
         # Compare ranks per node only for HYBRID strategies, which need nodes of equal size.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
-            f"{self.strategy}, {self.placement}, {groups}{self.mixed_precision.describe()}, "
+            f"{self.strategy}, {self.placement}, {groups}{self.mixed_precision}, "
             f"{self.cpu_offload.describe()}, coalesce_bytes={self.coalesce_bytes}, "
             f"broadcast_buffers={self.broadcast_buffers}, boundary={self.boundary!r}"
         )

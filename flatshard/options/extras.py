@@ -11,7 +11,6 @@ FOLDER = "flatshard.extras"
 # Folder and purpose of each extra. Extras that act at the same moment of a step act in this order.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
-    "uneven": "lets ranks accumulate over different numbers of micro-batches",
     "average_over": "averages gradients over counts (of tokens) instead of ranks",
     "boundary": "keeps rows, blocks or whole parameters on one rank",
     "divergence": "lets ranks skip units, or run them in another order",
@@ -24,7 +23,7 @@ EXTRAS = {
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",
     "advice": "warns of settings without effect when a model is wrapped",
-    "overrides": "gives modules and parameters another dtype by name or by function",
+    "overrides": "gives modules and parameters another dtype by name",
     "conversion": "converts and copies sharded models",
     "summon": "lets modules hold full parameters for a while",
     "meta_init": "initialises models that are built on the meta device",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,10 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flatshard.options import as_member, check_flags
 from flatshard.options.extras import extra
 
-Overrides: TypeAlias = (
-    Mapping[str, torch.dtype] | Callable[[nn.Parameter], torch.dtype | None] | None
-)
-
+# Float8 dtypes of the installed torch.
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -65,15 +62,13 @@ class MixedPrecision:
             without mixed precision: parameters and buffers keep their own dtype, inputs of the
             module are cast to the parameters' dtype, and outputs back to the dtype of the inputs.
             By default BatchNorm's classes.
-        overrides: dtypes to use instead of ``param_dtype``: a dict or a function. A dict maps names
-            in the unwrapped model to dtypes; ``*`` matches any text. A module's name also applies
+        overrides: dtypes to use instead of ``param_dtype``. The dict maps names in the unwrapped
+            model to dtypes; ``*`` matches any text. A module's name also applies
             to all modules below, and the module's inputs and outputs are cast as with
             ``module_classes_to_ignore``. A parameter's name applies to this parameter only, and
             code that uses the parameter must expect its dtype. If several names match, the
-            innermost decides; if several patterns match, the first in the dict. A function takes a
-            parameter and returns a dtype, or None for ``param_dtype``; the results must be the same
-            on all ranks. Gradients are reduced in the chosen dtype, or in ``reduce_dtype`` if
-            ``reduce_dtype`` is wider.
+            innermost decides; if several patterns match, the first in the dict. Gradients are
+            reduced in the chosen dtype, or in ``reduce_dtype`` if ``reduce_dtype`` is wider.
         reduce_mode: how gradients are added up: a ``ReduceMode`` or its value, ``"auto"`` or
             ``"fixed_order"``. ``"fixed_order"`` makes gradients bitwise equal in every run with the
             same number of ranks, on every transport and backend.
@@ -96,7 +91,7 @@ class MixedPrecision:
     cast_forward_inputs: bool = True
     cast_root_forward_inputs: bool = True
     module_classes_to_ignore: Iterable[type[nn.Module]] = (_BatchNorm,)
-    overrides: Overrides = None
+    overrides: Mapping[str, torch.dtype] | None = None
     reduce_mode: ReduceMode | str = ReduceMode.AUTO
     gather_dtype: torch.dtype | None = None
 
@@ -125,12 +120,6 @@ class MixedPrecision:
         """Whether all tensors keep their own dtypes."""
         dtypes = (self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.gather_dtype)
         return all(dtype is None for dtype in dtypes) and not self.overrides
-
-    def describe(self) -> str:
-        """Return a text of the settings, for ranks to compare."""
-        overrides = "a function" if callable(self.overrides) else self.overrides
-        fields = {**self.__dict__, "overrides": overrides}
-        return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Before anything is sharded, ``PrecisionPlan`` finds the parameters and modules in a unit whose dtype
 differs from ``param_dtype`` of the unit's ``MixedPrecision``. These are modules of the classes in
 ``module_classes_to_ignore``, and with the extra ``overrides`` also modules and parameters that the
-user chooses by name or by a function. Such parameters are in a separate flat parameter.
+user chooses by name. Such parameters are in a separate flat parameter.
 
 [Note: modules in a dtype of their own]
 Example: a float32 norm inside a bfloat16 unit. A forward pre-hook casts the norm's inputs to

@@ -61,11 +61,9 @@ def measure_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     ours: Any = wrap_flatshard(plain, args, collectives=args.collectives)
     theirs: Any = wrap_fsdp2(make_model(PRESETS[args.model], cpu), args)
     numel = sum(param.numel() for param in theirs.parameters())
-    unit_bytes = 4 * max(one.flat_layout.padded_numel for one in ours.flat_parameters())
     changes = flatshard.WeightChanges(ours)
     ways = {
         "full_tensors": lambda: read(flatshard.full_tensors(ours)),
-        "full_tensors, bucket": lambda: read(flatshard.full_tensors(ours, bucket_bytes=unit_bytes)),
         "FSDP2 full_tensor()": lambda: read(one.full_tensor() for one in theirs.parameters()),
         "one all-gather": lambda: gather_once(numel),
         "full_tensors, bfloat16": lambda: read(flatshard.full_tensors(ours, dtype=torch.bfloat16)),

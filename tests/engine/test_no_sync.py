@@ -1,5 +1,9 @@
 """Reads of gradients that are not reduced, watchers, and buffers of other lengths on each rank."""
 
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,9 +11,9 @@ from torch import Tensor, nn
 from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
 from flatshard.engine.events import StepExtension
 from flatshard.options.extras import EXTRAS, default_extra
-from tests.harness import on_ranks
-from tests.models import CASES
-from tests.oracle import local_loss
+from tests.harness import naming, on_ranks
+from tests.models import CASES, Case, loss_of
+from tests.oracle import ROWS, assert_same, local_loss, sgd, step_and_zero
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -41,6 +45,39 @@ def test_accumulated_gradients_that_the_program_reads(
     params[0].grad.mul_(2.0)
     with pytest.raises(RuntimeError, match="were edited"):
         local_loss(model, case, 0, rank, world_size).backward()
+
+
+# ---------------------------------------------------------------- unequal numbers of micro-batches
+
+_COUNTS = {2: ((3, 1), (1, 2), (1, 1)), 3: ((1, 2, 3), (2, 1, 1))}  # of each rank in each step
+
+
+def _accumulate(model: Any, case: Case, step: int, rank: int, counts: Sequence[int]) -> None:
+    for number in range(counts[rank]):
+        inputs, target = case.batch(100 * step + 10 * rank + number, ROWS)
+        is_last = number == counts[rank] - 1
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            loss_of(model(inputs), target).backward()
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_ranks_with_different_numbers_of_micro_batches(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """As under DistributedDataParallel: the sums of the ranks' micro-batches are averaged."""
+    for name in ("mlp", "batch-norm", "unused", "checkpointed", "tied-across-units", "lstm"):
+        case = CASES[name]
+        plain = nn.parallel.DistributedDataParallel(case.model(), find_unused_parameters=True)
+        model = case.wrap(case.model(), sharding_strategy=strategy)
+        for one in (plain, model):
+            optimizer = sgd(one)
+            for step, counts in enumerate(_COUNTS[world_size]):
+                _accumulate(one, case, step, rank, counts)
+                step_and_zero(optimizer)
+        with naming(name):
+            assert_same(model, plain.module)
 
 
 # ---------------------------------------------------------------- watchers

@@ -52,7 +52,6 @@ def _whole_tensors(model: ShardedWrapper) -> None:
 REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "reduction": lambda model: model.register_comm_hook(None, lambda *_: None),
     "join": lambda model: model.join(),
-    "uneven": lambda model: model.no_sync(uneven=True).__enter__(),
     "average_over": lambda model: model.average_over(1),
     "auto_wrap": lambda _: ShardedWrapper(nn.Linear(2, 2), auto_wrap_policy="auto"),
     "boundary": lambda _: ShardedWrapper(nn.Linear(2, 2), boundary="row"),

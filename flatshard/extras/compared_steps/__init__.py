@@ -24,8 +24,6 @@ from flatshard.engine.run_state import RunState
 from flatshard.optimizer.adapter import Optimizer, at_step
 from flatshard.units.module_tree import unit_text
 
-__all__ = ["ComparedSteps"]
-
 # For torch's optimizers, ranks compare all options except `_KERNELS`, which choose a kernel. For
 # optimizers of other libraries, ranks compare only `_OPTIONS`: the step of such an optimizer may
 # store other numbers in the groups, computed from this rank's shards.

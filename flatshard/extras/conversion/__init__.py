@@ -62,8 +62,7 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
             _, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
             own |= {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.items()}
             cast_again(module)
-    # Inside of `no_sync(uneven=True)`, `check_between_steps` refuses any conversion with an effect.
-    for handle in () if context.root.stays_unsharded else handles:
+    for handle in handles:
         _convert_handle(handle, fn)
     context.refresh()
 

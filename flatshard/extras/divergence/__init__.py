@@ -38,14 +38,10 @@ def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
     named = dict(root.named_modules())
     found: set[nn.Module] = set()
     for one in allowed:
-        kind = one if isinstance(one, type) else None
-        if not (isinstance(one, str | nn.Module) or (kind and issubclass(kind, nn.Module))):
+        if not isinstance(one, str | type | nn.Module):
             raise TypeError(f"{expected}, got a list that contains {one!r}.")
-        tops = [
-            module
-            for name, module in named.items()
-            if one in (name, module) or (kind and isinstance(module, kind))
-        ]
+        kind = one if isinstance(one, type) else ()
+        tops = [m for name, m in named.items() if one in (name, m) or isinstance(m, kind)]
         if not tops:
             what = f"the {type(one).__name__}" if isinstance(one, nn.Module) else repr(one)
             raise ValueError(

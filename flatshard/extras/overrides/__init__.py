@@ -12,20 +12,18 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from flatshard.options.precision import MixedPrecision, Overrides, is_float_dtype
+from flatshard.options.precision import MixedPrecision, is_float_dtype
 from flatshard.precision import Override
 from flatshard.units.module_proxy import is_sharded
 from flatshard.units.module_tree import paths
 
 
-def as_overrides(value: object) -> Overrides:
-    """Check a value of ``MixedPrecision.overrides``. Returns the value, or a copy of a mapping."""
+def as_overrides(value: object) -> dict[str, torch.dtype]:
+    """Check a value of ``MixedPrecision.overrides``, and return a copy."""
     if not isinstance(value, Mapping):
-        if callable(value):
-            return value
         raise TypeError(
-            "MixedPrecision: overrides must be a mapping of name patterns to dtypes or a "
-            f"function of a parameter, got {value!r}."
+            "MixedPrecision: overrides must be a mapping of name patterns to dtypes, got "
+            f"{value!r}. For dtypes by a function, map each name in model.named_parameters()."
         )
     for pattern, dtype in value.items():
         if not isinstance(pattern, str) or not is_float_dtype(dtype):
@@ -42,13 +40,8 @@ class ChosenDtypes:
     def __init__(self, module: nn.Module, precisions: Iterable[MixedPrecision]) -> None:
         """Find the names of the modules in ``module``. ``precisions``: all units' settings."""
         self._unmatched = {  # patterns that have matched no name yet
-            pattern
-            for precision in precisions
-            if isinstance(precision.overrides, Mapping)
-            for pattern in precision.overrides
+            pattern for precision in precisions for pattern in precision.overrides or ()
         }
-        # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
-        self._dtype_by_function: dict[str, torch.dtype] = {}
         # All names of each module. A shared module has several, and a pattern may match any name.
         self._names: dict[nn.Module, list[str]] = {}
         for name, modules in paths(module):
@@ -56,45 +49,27 @@ class ChosenDtypes:
                 self._names.setdefault(modules[-1], []).append(name)
 
     def of_module(self, module: nn.Module, precision: MixedPrecision) -> Override | None:
-        """Return the ``Override`` that a name pattern chooses for ``module``, or None."""
+        """Return the ``Override`` that a pattern chooses for ``module``, or None."""
         return self._by_name(self._names[module], precision, module.parameters())
 
     def of_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter, precision: MixedPrecision
     ) -> Override | None:
-        """Return the ``Override`` that a pattern or a function chooses for ``param``, or None.
-
-        Raises TypeError if the function returns a value that is not a floating point dtype.
-        """
+        """Return the ``Override`` that a pattern chooses for ``param``, or None."""
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
-        override, choose = self._by_name(names, precision, [param]), precision.overrides
-        if override or not callable(choose):
-            return override
-        dtype = choose(param)
-        if dtype is None or dtype == precision.param_dtype:
-            return None
-        if not is_float_dtype(dtype):
-            raise TypeError(
-                f"mixed_precision: overrides({names[0]!r}) must give a floating point torch.dtype "
-                f"or None (for the policy's param_dtype), got {dtype!r}."
-            )
-        self._dtype_by_function[names[0]] = dtype
-        return _override(dtype, [param])
+        return self._by_name(names, precision, [param])
 
     def _by_name(
         self, names: list[str], precision: MixedPrecision, params: Iterable[nn.Parameter]
     ) -> Override | None:
-        if isinstance(precision.overrides, Mapping):
-            for pattern, dtype in precision.overrides.items():
-                if any(fnmatchcase(name, pattern) for name in names):
-                    self._unmatched.discard(pattern)
-                    return _override(dtype, params)
+        for pattern, dtype in (precision.overrides or {}).items():
+            if any(fnmatchcase(name, pattern) for name in names):
+                self._unmatched.discard(pattern)
+                # Return the same `Override(None)` for all parameters that already have their
+                # dtype, because only parameters with equal overrides share a flat parameter.
+                dtypes = {param.dtype for param in params if param.is_floating_point()}
+                return Override(None if dtypes == {dtype} else dtype)
         return None
-
-    def describe(self) -> str:
-        """Return a text with the dtypes that functions returned, for ranks to compare."""
-        dtypes = self._dtype_by_function
-        return f", overrides by function: {dtypes}" if dtypes else ""
 
     def warnings(self) -> list[str]:
         """Return warnings about settings without an effect, such as patterns without a match."""
@@ -103,10 +78,3 @@ class ChosenDtypes:
             "Use names as in named_parameters() before wrapping."
             for pattern in sorted(self._unmatched)
         ]
-
-
-def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # Return the same `Override(None)` for all parameters that already have their dtype, because
-    # only parameters with equal overrides share a flat parameter.
-    dtypes = {param.dtype for param in params if param.is_floating_point()}
-    return Override(None if dtypes == {dtype} else dtype)

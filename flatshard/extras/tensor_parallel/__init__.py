@@ -30,7 +30,6 @@ from flatshard.units.module_tree import Ignored, ParamInfo, find_params, unit_te
 
 # Communicators over the ranks of a mesh use native collectives, because they only exchange numbers.
 _NATIVE = TransportOptions(Collectives.NATIVE)
-_OTHERWISE = "or do not apply tensor parallelism to this parameter."
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,11 +177,16 @@ def _check(name: str, param: Any, settings: Settings) -> None:
         "with hooks": param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None),
         "with a gradient": param.grad is not None,
     }
+    _refuse(where, reasons)
+
+
+def _refuse(where: str, reasons: dict[str, Any]) -> None:
+    """Raise NotImplementedError for the first reason that applies."""
     for reason, applies in reasons.items():
         if applies:
             raise NotImplementedError(
-                f"{where} {reason}, which is not supported. Change this before wrapping, "
-                f"{_OTHERWISE}"
+                f"{where} {reason}, which is not supported. Change this before wrapping, or do "
+                "not apply tensor parallelism to this parameter."
             )
 
 
@@ -191,15 +195,11 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
     for unit in units:
         settings = unit.settings
         for flat in unit.flats:
-            split = [one.name for one in flat.infos if hasattr(one.param, "dtensor_split")]
             reasons = {
-                f"boundary={settings.boundary!r}": settings.boundary != "element",
-                f"gather_dtype={flat.precision.gather_dtype}": flat.precision.gather_dtype,
-                "a shard group of one rank (as NO_SHARD)": settings.topology.shard.size == 1,
+                f"with boundary={settings.boundary!r}": settings.boundary != "element",
+                f"with gather_dtype={flat.precision.gather_dtype}": flat.precision.gather_dtype,
+                "in a shard group of one rank (as NO_SHARD)": settings.topology.shard.size == 1,
             }
-            for reason, applies in reasons.items():
-                if split and applies:
-                    raise NotImplementedError(
-                        f"{unit_text(unit.name)}: {reason} with parameter {split[0]!r}, a "
-                        f"DTensor, is not supported. Change this setting, {_OTHERWISE}"
-                    )
+            for one in (one for one in flat.infos if hasattr(one.param, "dtensor_split")):
+                where = f"{unit_text(unit.name)}: parameter {one.name!r} is a DTensor"
+                _refuse(where, reasons)

@@ -206,7 +206,6 @@ def _only(device_ids: Sequence[Any]) -> Any:
 # flatshard's MixedPrecision.
 _OTHER_FIELDS = {
     "_module_classes_to_ignore": "module_classes_to_ignore",
-    "param_dtype_override_fn": "overrides",
 }
 
 

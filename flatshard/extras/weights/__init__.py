@@ -2,7 +2,7 @@
 
 ``full_tensors`` yields all tensors, ``WeightChanges`` only the weights that have changed, and
 ``MergedLora`` adds LoRA adapters of PEFT to the yielded weights. All ranks run the iteration
-together (``read``). ``norms`` computes norms of all parameters, gradients or updates.
+together (``read``). ``norms`` computes norms of all parameters or gradients.
 """
 
 from __future__ import annotations
@@ -62,22 +62,17 @@ class Options:
 
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
-    bucket_bytes: int | None = None
     # Ranks compare the text of these options. `repr=False` leaves out `names`, because the text of
     # a function differs between ranks. Ranks compare the chosen names instead.
     names: Callable[[str], bool] | Collection[str] | None = field(default=None, repr=False)
     ranks: Any = "all"
     merge_lora: bool = False
-    debug: bool = False
     digests: bool = False
 
     def check(self, size: int) -> None:
         """Raise ValueError if an argument is wrong; ``size``: number of ranks."""
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
             raise ValueError(f"dtype must be a floating-point dtype, got {self.dtype!r}.")
-        limit = self.bucket_bytes
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"bucket_bytes must be at least 1, got {limit!r}.")
         torch.empty(0, device=self.device)  # raises if this host lacks the device
         if self.ranks not in ("all", "local", *range(size)):
             raise ValueError(f"ranks must be 'all', 'local' or below {size}, got {self.ranks!r}.")
@@ -92,11 +87,9 @@ def full_tensors(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    bucket_bytes: int | None = None,
     names: Callable[[str], bool] | Collection[str] | None = None,
     ranks: Literal["all", "local"] | int = "all",
     merge_lora: bool = False,
-    debug: bool = False,
 ) -> Iterator[Any]:
     """Iterate over ``(name, full tensor)`` of all parameters and persistent buffers.
 
@@ -105,10 +98,9 @@ def full_tensors(
     consumer works on the previous unit. A tied parameter appears once; ``name.names`` has all of
     its names. Buffers have this rank's values.
 
-    The tensors are copies, valid until the consumer asks for the next item. To keep a tensor for
-    longer, use ``.clone()``, so that the memory of the whole unit can be freed. Extra memory at the
-    peak: three times the largest unit, and with ``bucket_bytes`` about two buckets more; and copies
-    in another dtype or on another ``device``.
+    The tensors are copies. A tensor that the consumer keeps also keeps the memory of the other
+    tensors of its unit; to free that memory, keep a ``.clone()``. Extra memory at the peak: three
+    times the largest unit, and copies in another dtype or on another ``device``.
 
     Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
     (``break``, an exception, or ``close()`` of a kept iterator), the rank still takes part in the
@@ -130,8 +122,6 @@ def full_tensors(
         dtype: floating-point dtype of the floating-point tensors. Each rank casts before it sends,
             unless ``dtype`` is wider than the parameters. None: the model's dtypes.
         device: device of the tensors. None: the device that computes.
-        bucket_bytes: if set, each item is a list of ``(name, tensor)`` pairs with at most this
-            many bytes, or one larger tensor.
         names: the names to yield, or a function that tells for each name whether to yield it. Units
             without a chosen parameter are not all-gathered. None: all names.
         ranks: which ranks get tensors. ``"all"``: all ranks. A number: only this rank of the
@@ -141,8 +131,6 @@ def full_tensors(
             fp32 and rounded once, and yield the names and tensors of the model without adapters
             (as after ``merge_and_unload()``). The model stays as it is. Each rank that gets
             tensors keeps full copies of the adapters meanwhile.
-        debug: overwrite the tensors of an item with NaN (integers: the largest value) when the
-            next item is asked for. This finds consumers that keep tensors without a clone.
 
     Raises:
         ValueError: on all ranks, before the first all-gather: an argument is wrong or differs
@@ -151,7 +139,7 @@ def full_tensors(
         RuntimeError: a forward or backward of the model is running, or parameters were written
             before the last item. At the end: another rank stopped early.
     """
-    options = Options(dtype, device, bucket_bytes, names, ranks, merge_lora, debug)
+    options = Options(dtype, device, names, ranks, merge_lora)
     return read(model, "full_tensors()", options, _units, _finish)
 
 
@@ -201,26 +189,20 @@ def read(
             context.extend(mark)
         # `stopped` says where the consumer stopped early; "" if the consumer has not stopped.
         failed, stopped, is_reading = None, "", options.ranks in ("all", "local", world.rank)
-        items = _items(units(options, flats, rest), options)
         try:
-            # The first item is empty. To start this generator, `read` takes this item.
-            for item in chain([[]], filter(None, items)):
+            # The first item is None. To start this generator, `read` takes this item.
+            for item in chain([None], chain.from_iterable(units(options, flats, rest))):
                 if stopped or (item and not is_reading):
                     continue
                 try:
-                    item = [finish(options, lora, *one) for one in item]
-                    yield item[0] if item and options.bucket_bytes is None else item
+                    yield item and finish(options, lora, *item)
                 except Exception as error:  # no memory for a copy, for example
                     failed, stopped = error, f"raised {type(error).__name__}: {error}"
                 except GeneratorExit:
                     if is_exiting():  # a process that exits cannot take part in all-gathers
                         return
-                    place = f"after {item[-1][0]!r}" if item else "before the first item"
+                    place = f"after {item[0]!r}" if item else "before the first item"
                     stopped = f"stopped reading {place} (break or exception)"
-                for _, tensor in item if options.debug else ():
-                    if tensor.dtype is not torch.bool:
-                        is_float = tensor.is_floating_point() or tensor.is_complex()
-                        tensor.fill_(torch.nan if is_float else torch.iinfo(tensor.dtype).max)
         finally:
             for context in contexts:
                 context.drop(mark)
@@ -275,27 +257,6 @@ def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flat
     for handle in flats:
         handle.absorb_replaced()
     return flats, rest
-
-
-def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]]:
-    """Group the items of ``units``, in order, into lists of at most ``options.bucket_bytes``.
-
-    Sizes are counted after the cast to ``options.dtype``. Without a limit, each list contains one
-    item. The last list may be empty.
-    """
-    bucket: list[Item] = []
-    size, limit = 0, options.bucket_bytes
-    for item in chain.from_iterable(units):
-        if limit is None:
-            yield [item]
-            continue
-        nbytes = item[1].numel() * yielded_dtype(item[1], options.dtype).itemsize
-        if bucket and size + nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(item)
-        size += nbytes
-    yield bucket
 
 
 def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[Item]]:

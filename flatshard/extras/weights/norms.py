@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 from typing import Any
 
@@ -15,28 +14,13 @@ from flatshard.tensor import operators
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, sharded_in
 
 
-class Norms(dict[str, float]):
-    """Norms, keyed by name.
-
-    Attributes:
-        non_finite: for each name whose norm is inf or NaN, the ranks whose shard has an element
-            that is inf or NaN.
-    """
-
-    non_finite: dict[str, list[int]]
-
-
-def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
+def norms(model: nn.Module, kind: str, norm_type: float) -> dict[str, float]:
     """Compute norms of the full tensors. Documented at ``ShardedWrapper.norms``."""
-    if kind not in ("grad", "param") or per not in ("parameter", "unit"):
-        raise ValueError(
-            f"norms(): expected kind 'grad' or 'param', and per 'parameter' or 'unit', got "
-            f"{kind!r} and {per!r}."
-        )
+    if kind not in ("grad", "param"):
+        raise ValueError(f"norms(): expected kind 'grad' or 'param', got {kind!r}.")
     units, order = units_between_steps(model, "norms()"), float(norm_type)
     params = [param for unit in units for handle in unit.handles for param in handle.params]
     specs = [param.spec for param in params]
-    attribute = "unit" if per == "unit" else "name"
     # Without this context, each access to an attribute of a sharded tensor takes 10 microseconds.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         tensors: list[Any] = [param.sharded for param in params]
@@ -62,20 +46,5 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
             values.append(operators.joined_norms(parts, names, order, None, comms))
         # Copy the norms of all groups to the host at once, so that the host waits only once.
         numbers = torch.cat([one.to(values[0].device) for one in values]).tolist() if values else []
-        indices = [*chain.from_iterable(groups.values())]
-        names = [getattr(specs[index], attribute) for index in indices]
-        found = Norms(zip(names, numbers, strict=True))
-        for unit in found if per == "unit" else ():
-            some = [one for name, one in zip(names, numbers, strict=True) if name == unit]
-            joined = torch.linalg.vector_norm(torch.tensor(some, dtype=torch.float64), order)
-            found[unit] = sum(some) if order == 0 else float(joined)
-        found.non_finite = {name: [] for name, value in found.items() if not math.isfinite(value)}
-        if found.non_finite:  # norms are equal on all ranks, so all ranks or none enter
-            own = zip(names, (local_range(tensors[index]) for index in indices), strict=True)
-            mine = {name for name, part in own if not torch.isfinite(part).all()}
-            world = units[0].topology.world
-            everyone = world.host.gather(mine, "norms(): which ranks have inf or NaN")
-            for rank, theirs in zip(world.ranks, everyone, strict=True):
-                for name in theirs & found.non_finite.keys():
-                    found.non_finite[name].append(rank)
-    return found
+    names = [specs[index].name for index in chain.from_iterable(groups.values())]
+    return dict(zip(names, numbers, strict=True))

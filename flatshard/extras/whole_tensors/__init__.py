@@ -37,8 +37,6 @@ from flatshard.tensor.shard_spec import ShardSpec, first_of_dtensor
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_grad
 from flatshard.tensor.whole import Moved
 
-__all__ = ["WholeTensorAdapter"]
-
 _logger = logging.getLogger("flatshard")
 
 # Approximate number of bytes of parameters and gradients that a rank gathers at a time.

@@ -50,18 +50,14 @@ def _train(model: Any, case: Case, rank: int, how: str = "no_sync", scales: bool
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
     for step in range(_STEPS):
-        last = _MICRO_BATCHES - 1
-        outer = model.no_sync(uneven=True) if how == "uneven" else contextlib.nullcontext()
-        with outer:
-            for number in range(_MICRO_BATCHES):
-                rows = _count(rank, step, number)
-                if how == "uneven" and not rows:
-                    continue
-                accumulating = model.no_sync(replicas_only=how == "replicas_only")
-                inner = accumulating if number < last else contextlib.nullcontext()
-                with inner:
-                    model.average_over(torch.tensor(rows) if number else rows)
-                    scaler.scale(_loss(model, case, rank, step, number)).backward()
+        counts = [(number, _count(rank, step, number)) for number in range(_MICRO_BATCHES)]
+        if how == "uneven":
+            counts = [(number, rows) for number, rows in counts if rows]
+        for number, rows in counts:
+            accumulating = model.no_sync(replicas_only=how == "replicas_only")
+            with contextlib.nullcontext() if number == counts[-1][0] else accumulating:
+                model.average_over(torch.tensor(rows) if number else rows)
+                scaler.scale(_loss(model, case, rank, step, number)).backward()
         scaler.unscale_(optimizer)
         model.clip_grad_norm_(_CLIP)
         scaler.step(optimizer)
@@ -76,9 +72,8 @@ def test_every_strategy(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
     case = CASES["mlp"]
     expected = _train_plain(case, world_size)
-    for how in ("no_sync", "uneven", "replicas_only"):
-        if how == "replicas_only" and way not in ("native-hybrid", "hybrid-zero2"):
-            continue
+    ways = {"uneven": ("op", "no_shard"), "replicas_only": ("native-hybrid", "hybrid-zero2")}
+    for how in ("no_sync", *(how for how, some in ways.items() if way in some)):
         with naming(how):
             model = case.wrap(case.model(), **WAYS[way].keywords)
             _train(model, case, rank, how)

@@ -267,8 +267,8 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     mesh = _mesh()
     for options, match in (
         ({"device_mesh": None}, r"'first.weight' is a DTensor over ranks .*device_mesh=mesh"),
-        ({"boundary": "row"}, r"boundary='row' with parameter '.*', a DTensor"),
-        ({"sharding_strategy": "NO_SHARD"}, r"a shard group of one rank .* a DTensor"),
+        ({"boundary": "row"}, r"parameter '.*' is a DTensor with boundary='row'"),
+        ({"sharding_strategy": "NO_SHARD"}, r"is a DTensor in a shard group of one rank"),
         ({"device_mesh": mesh}, r"named \('dp', 'tp'\)"),
     ):
         assert_raises((ValueError, NotImplementedError), match, _wrap, mesh, **options)

@@ -39,11 +39,9 @@ _assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 def _tensors(model: nn.Module, **keywords: Any) -> dict[str, Tensor]:
     """All tensors under all their names, kept by a clone."""
     found: dict[str, Tensor] = {}
-    for item in flatshard.full_tensors(model, **keywords):
-        for name, tensor in item if "bucket_bytes" in keywords else [item]:
-            kept = tensor.clone()
-            assert name == name.names[0]
-            found.update(dict.fromkeys(name.names, kept))
+    for name, tensor in flatshard.full_tensors(model, **keywords):
+        assert name == name.names[0]
+        found.update(dict.fromkeys(name.names, tensor.clone()))
     return found
 
 
@@ -53,14 +51,13 @@ def _tensors(model: nn.Module, **keywords: Any) -> dict[str, Tensor]:
 )
 @on_ranks(ranks_of)
 def test_has_the_state_dicts_tensors(rank: int, world_size: int, name: str, way: str) -> None:
-    """On all ranks or on one, in buckets, in other dtypes; and a consumer may write to them."""
+    """On all ranks or on one, in other dtypes; and a consumer may write to them."""
     WAYS[way].set_nodes()
     run, _ = pair(rank, world_size, way, name)
     model = run.model
     for _ in range(2):
         expected = snapshot(model)
-        for keywords in ({}, {"bucket_bytes": 100}, {"bucket_bytes": 1 << 20}):
-            _assert_same(_tensors(model, **keywords), expected)
+        _assert_same(_tensors(model), expected)
         half = {k: v.half() if v.is_floating_point() else v for k, v in expected.items()}
         _assert_same(_tensors(model, dtype=torch.float16), half)
         for chosen in range(world_size):
@@ -72,17 +69,13 @@ def test_has_the_state_dicts_tensors(rank: int, world_size: int, name: str, way:
 
 
 @on_ranks(2)
-def test_buckets_are_small_and_names_are_ordered(rank: int, world_size: int) -> None:
+def test_names_are_ordered(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
-    buckets = list(flatshard.full_tensors(model, bucket_bytes=200))
-    assert len(buckets) > 1
-    for bucket in buckets:
-        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 200
-    name = pickle.loads(pickle.dumps(buckets[0][0][0]))
-    assert name == buckets[0][0][0]
-    assert name.names == buckets[0][0][0].names
-    mine, all_names = [[name for name, _ in bucket] for bucket in buckets], [None] * world_size
+    mine, all_names = [name for name, _ in flatshard.full_tensors(model)], [None] * world_size
+    name = pickle.loads(pickle.dumps(mine[0]))
+    assert name == mine[0]
+    assert name.names == mine[0].names
     dist.all_gather_object(all_names, mine)
     assert all_names == [mine] * world_size
     unwrapped = CASES["tied-in-unit"].model()
@@ -150,21 +143,6 @@ def test_memory(rank: int, world_size: int) -> None:
     assert 0 < alive <= 3 * 4 * width * width
     kept = dict(flatshard.full_tensors(model))  # without clones
     _assert_same(kept, snapshot(model))
-
-
-@on_ranks(2)
-def test_debug_poisons_what_was_given_back(rank: int, world_size: int) -> None:
-    case = CASES["batch-norm"]
-    model = case.wrap(case.model())
-    expected = snapshot(model)
-    kept = []
-    for name, tensor in flatshard.full_tensors(model, debug=True):
-        assert torch.equal(tensor, expected[name])
-        kept.append(tensor)
-    for tensor in kept:
-        poison = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
-        torch.testing.assert_close(tensor, torch.full_like(tensor, poison), equal_nan=True)
-    _assert_same(_tensors(model), expected)  # the model has its values
 
 
 # ---------------------------------------------------------------- which ranks
@@ -300,9 +278,7 @@ def test_refusals_reach_all_ranks_before_the_first_all_gather(rank: int, world_s
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"names": ["no.such"]}, "no parameter or persistent buffer 'no.such'"),
         ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),
-        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
         ({"dtype": "bfloat16"}, "dtype must be a floating-point dtype, got 'bfloat16'"),
-        ({"bucket_bytes": "1GB"}, "bucket_bytes must be at least 1, got '1GB'"),
         ({"ranks": 2}, "ranks must be 'all', 'local' or below 2"),
         ({"ranks": "some"}, "ranks must be 'all', 'local' or below 2"),
     ]
