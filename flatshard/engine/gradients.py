@@ -177,7 +177,6 @@ class Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             while self.shown:
                 original, (shown, version, is_view) = self.shown.popitem()
-                # Remove the mark: the user may keep the tensor, and use it outside of `.grad`.
                 UNREDUCED.pop(shown, None)
                 param, present = original.sharded, get_grad(original.sharded)
                 is_dropped, is_replaced = present is None, present is not shown
@@ -188,10 +187,15 @@ class Gradients:
                     # computed later, so the edit changed only this rank's contribution.
                     is_dropped = not is_replaced and not local_range(shown).any()
                     self.was_edited |= not is_dropped
-                if is_view and not is_replaced and not is_dropped and shown is original.kept_grad:
-                    # Reuse the tensor object for the average, even if the program refers to it.
+                # Reuse the tensor object for the average, even if the program refers to it.
+                is_reused = is_view and not is_replaced and not is_dropped
+                if is_reused and not original.is_sharded:
+                    original.taken_grad = weakref.ref(shown)
+                elif is_reused and shown is original.kept_grad:
                     put_grad(param, None)
                     shown.__dict__ = {}
+                elif is_view and original.is_sharded:
+                    UNREDUCED[shown] = original.spec.unit  # the program may have kept the tensor
                 del shown, present  # lets `FlatShardTensor.grad` reuse the tensor object
                 if is_view and not is_replaced:
                     param.grad = None
@@ -223,6 +227,7 @@ class Gradients:
             self.receive(param.index, grad.detach().to(self.plan.device, copy=True))
             self.arrived.clear()  # this gradient was assigned, and did not arrive in a backward
             param.sharded.grad = None
+            param.taken_grad, param.kept_grad = weakref.ref(grad), None
 
     # ------------------------------------------------------------ accumulate
 
@@ -317,14 +322,10 @@ class Gradients:
         for marks in (self._separate, self.arrived, self.used_by_rank):
             marks.discard(index)
         if self.intra_reduced is not None:
-            span, numel = self._layout.spans[index], self.intra_reduced.numel()
-            start, end = (
-                min(max(bound - self.plan.intra_start, 0), numel)
-                for bound in (span.start, span.end)
-            )
+            span, first = self._layout.spans[index], self.plan.intra_start
             # `intra_reduced` is a sum over ranks, from which this rank's gradient cannot be
             # removed. So zero the parameter's range.
-            self.intra_reduced[start:end].zero_()
+            self.intra_reduced[max(span.start - first, 0) : max(span.end - first, 0)].zero_()
             if not self.used_by_rank:
                 self.intra_reduced = None
 

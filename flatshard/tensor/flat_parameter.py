@@ -127,6 +127,9 @@ class OriginalParam:
             dtype), ``full`` is ``sharded``.
         kept_grad: the tensor object that was last put into ``.grad``. `Gradients.publish` reuses
             the object if the program does not refer to it. While unused, it has no attributes.
+        taken_grad: weak reference to the tensor that the running backward has taken out of
+            ``.grad``. If the program still refers to the tensor, the next gradient becomes this
+            Python object. Otherwise a function that returns None.
         published: weak reference to the tensor that was last put into ``.grad``, for a parameter
             that is not sharded. Otherwise a function that returns None.
         post_accumulate_hooks: users' hooks (``register_post_accumulate_grad_hook``), to call
@@ -153,6 +156,7 @@ class OriginalParam:
             holders=lambda: layout.holders(index, topology.holders),
         )
         self.kept_grad: Any = None
+        self.taken_grad: Callable[[], object] = NoneType
         self.published: Callable[[], object] = NoneType
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         # Tensor hooks from before wrapping, until `make_full` moves the hooks to `full`.
@@ -302,10 +306,21 @@ class OriginalParam:
         """Return a tensor for ``.grad``: a view of ``chunk``, this rank's flat gradient."""
         if not self.is_sharded:
             # Programs call `p.grad.detach_()`, and torch refuses to detach a view in place.
-            return view_of(chunk, self.span).data
+            return self._in_taken(view_of(chunk, self.span).data)
         spec, origin = self.spec, FlatShardTensor.shard_origin
-        local = chunk.narrow(0, spec.start, spec.numel)
-        return FlatShardTensor(local, spec, role=sharded_tensor.GRADIENT, flat=chunk, origin=origin)
+        local, role = chunk.narrow(0, spec.start, spec.numel), sharded_tensor.GRADIENT
+        return self._in_taken(FlatShardTensor(local, spec, role=role, flat=chunk, origin=origin))
+
+    def _in_taken(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, as the object ``taken_grad`` if there is one."""
+        taken: Any = self.taken_grad()
+        self.taken_grad = NoneType
+        if taken is None:
+            return grad
+        # A swap also changes the class, but fails if there is a weak reference to the tensor.
+        put: Any = torch.utils.swap_tensors if self.is_sharded else Tensor.data.__set__  # type: ignore[attr-defined]
+        put(taken, grad)
+        return taken
 
     def of_unreduced(self, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
         """Return a tensor for ``.grad`` with the values of this rank's unreduced gradient ``grad``.
@@ -314,19 +329,16 @@ class OriginalParam:
         """
         dtype, device, kept = self.sharded.dtype, self.sharded.device, self.kept_grad
         if not self.is_sharded:
-            return grad.to(device, dtype).view(grad.shape)
+            return self._in_taken(grad.to(device, dtype).view(grad.shape))
         # If reduced gradients have the same dtype, they will reuse this Python object.
         keeps = dtype is grad_dtype
         if not keeps or kept is None or kept.__dict__:
-            nothing = torch.empty(0, dtype=dtype, device=device)
-            kept = FlatShardTensor(nothing, self.spec, role=sharded_tensor.GRADIENT)
+            empty = torch.empty(0, dtype=dtype, device=device)
+            kept = self._in_taken(FlatShardTensor(empty, self.spec, role=sharded_tensor.GRADIENT))
             self.kept_grad = kept if keeps else None
-        kept.__dict__ = {
-            "shard_unreduced": grad,
-            "shard_spec": self.spec,
-            "shard_origin": Origin(),
-            **({"is_kept": True} if keeps else {}),
-        }
+        kept.__dict__ = {"shard_unreduced": grad, "shard_spec": self.spec, "shard_origin": Origin()}
+        if keeps:
+            kept.is_kept = True
         return kept  # type: ignore[no-any-return]
 
     def hold_hooks(self) -> None:
@@ -346,8 +358,7 @@ class OriginalParam:
     def give_hooks_back(self) -> None:
         """Undo ``hold_hooks``, so that users' handles can remove the hooks."""
         if self.post_accumulate_hooks:
-            hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            hooks.update(self.post_accumulate_hooks)
+            self.sharded._post_accumulate_grad_hooks.update(self.post_accumulate_hooks)  # type: ignore[attr-defined]
             self.post_accumulate_hooks.clear()
 
 

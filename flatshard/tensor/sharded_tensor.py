@@ -179,8 +179,7 @@ def caller_of_operator() -> Caller:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that users have set on a parameter, keyed by name."""
-    own = vars(FlatShardTensor)
-    return {name: value for name, value in tensor.__dict__.items() if name not in own}
+    return {k: value for k, value in tensor.__dict__.items() if k not in vars(FlatShardTensor)}
 
 
 def copied_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -537,14 +536,10 @@ class FlatShardTensor(torch.Tensor):
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
-        size = self.shape
+        index, kind = metadata.MetadataIndex, planner.WriteItemType.SHARD
+        parts = [planner.TensorWriteData(chunk, data, self.shape) for chunk in chunks]
         return [
-            planner.WriteItem(
-                metadata.MetadataIndex(fqn, chunk.offsets),
-                planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk, data, size),
-            )
-            for chunk in chunks
+            planner.WriteItem(index(fqn, one.chunk.offsets), kind, tensor_data=one) for one in parts
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -454,7 +454,10 @@ def reads_of_unreduced_gradients(side: Side) -> Any:
         for name, read in READS.items() if side.is_flatshard else ():
             with naming(name), pytest.raises(RuntimeError, match="under no_sync and not reduced"):
                 read(weight.grad, weight)
+    kept, weight.grad = weight.grad, None
     side.loss(model, 1).backward()
+    with pytest.raises(RuntimeError, match="not red") if side.is_flatshard else side.no_sync(model):
+        kept.sum()
     return [read(weight.grad, weight) for read in READS.values()]
 
 
