@@ -503,7 +503,8 @@ class ParamBucket:
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. If not (in the first step,
         # and after the user has assigned or loaded state), join the members' states.
-        found = [*map(present.get, map(id, self.members)), *_values(self._states)]
+        self._found = [*map(present.get, map(id, self.members))]  # before the step
+        found = [*self._found, *_values(self._states)]
         if not _are_same(found, [*self._states, *self._values_made]):
             if (shared := self._join(states)) is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
@@ -548,11 +549,8 @@ class ParamBucket:
         sizes = [size for spec in self._specs for size in (spec.numel, math.prod(spec.shape))]
         # If several elements are here, the shape of state shows whether it has a value per element.
         numbers = numbers_in(states.items()) if 1 in sizes else set[str]()
-        own = {
-            param: _local_state(param, states[param], numbers)
-            for param in self.members
-            if states.get(param) is not None
-        }
+        found = zip(self.members, self._found, strict=False)
+        own = {p: _local_state(p, state, numbers) for p, state in found if state is not None}
         if not own:
             return {}
         first = next(iter(own.values()))
@@ -563,12 +561,11 @@ class ParamBucket:
         shared: State = {}
         for key, value in first.items():
             shapes = {param: getattr(state[key], "shape", None) for param, state in own.items()}
-            before = self._shared.get(key)
-            bases = [getattr(state[key], "_base", None) for state in own.values()]
-            if isinstance(before, Tensor) and all(base is before for base in bases):
-                # These are views of the last step's state, perhaps edited. Keep the memory, because
-                # the program may keep references to the views.
-                shared[key] = before
+            base = getattr(value, "_base", None)
+            if base is not None and all(self._is_part(base, p, s[key]) for p, s in own.items()):
+                # These are views of the last step's state, perhaps edited, or of another optimizer.
+                # Keep the memory, because the program may keep references to the views.
+                shared[key] = base
             elif key not in numbers and all(s == (p.spec.numel,) for p, s in shapes.items()):
                 shared[key] = value.new_zeros(self.param.numel())
                 for param, state in own.items():
@@ -579,6 +576,11 @@ class ParamBucket:
                 return None
         return shared
 
+    def _is_part(self, base: Tensor, param: FlatShardTensor, value: Any) -> bool:
+        """Whether ``value`` is the view of ``base`` that `_split` makes for a member."""
+        is_view = getattr(value, "_base", None) is base and base.shape == self.param.shape
+        return is_view and value.storage_offset() - base.storage_offset() == self._part(param).start
+
     def _split(self, shared: State, states: MutableMapping[Any, State]) -> None:
         """Make ``shared`` the bucket's state, and give each member views of that state."""
         is_small = self.param.numel() == 1
@@ -587,10 +589,12 @@ class ParamBucket:
         if target is not None:
             target.take_state(shared, self.param.shape)
         self._shared, items = dict(shared), shared.items()
-        self._states = [
-            BucketState({k: v if k in numbers else self._view(k, v, one) for k, v in items})
-            for one in self.members
-        ]
+        # Keep the objects of earlier states, which another optimizer may use, too.
+        self._states = [s if isinstance(s, BucketState) else BucketState() for s in self._found]
+        for one, state in zip(self.members, self._states, strict=False):
+            state.clear()
+            state.update({k: v if k in numbers else self._view(k, v, one) for k, v in items})
+            state.is_apart = False
         self._remember()
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
@@ -599,8 +603,7 @@ class ParamBucket:
         # In a bucket with one member, the state needs no slice. Do not slice it: quantized state
         # cannot be sliced. Return quantized and fake tensors as they are.
         part = value[self._part(param)] if len(self.members) > 1 else value
-        role, is_plain = f"{key} of", type(part) is Tensor
-        return FlatShardTensor(part, param.spec, role=role) if is_plain else part
+        return FlatShardTensor(part, param.spec, role=f"{key} of") if type(part) is Tensor else part
 
 
 def _all_equal(values: Sequence[Any]) -> bool:

@@ -188,10 +188,8 @@ def check_dtype(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter
 ) -> None:
     """Raise if an optimizer cannot step a gradient in another dtype than the parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grad = param.grad
-        if grad is None or grad.dtype == param.dtype:
-            return
+    if (grad := param.grad) is None or grad.dtype == param.dtype:
+        return
     # Find the class that defines `step`, because a subclass may have a `step` that works.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""

@@ -586,6 +586,15 @@ def state_copied(side: Side) -> Any:
     return _taken_over(side, take)
 
 
+@idiom("two optimizers take turns with one state", ways="full hybrid-op")
+def state_shared(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    both = [torch.optim.Adam(model.parameters(), lr=lr) for lr in (0.01, 0.02)]
+    side.learn(model, both[0], 0)
+    both[1].state.update(both[0].state)
+    return [side.fit(model, both[step % 2], steps=1, first=step) for step in range(1, 5)]
+
+
 @idiom("Adam's state edited in place, of some or all parameters", ways="full hybrid-op")
 def state_edited(side: Side) -> Any:
     model = side.wrap(Mlp())
@@ -601,31 +610,25 @@ def state_edited(side: Side) -> Any:
     return [counts, *losses, *side.fit(model, optimizer, first=8)]
 
 
-@idiom("gradients kept in a list, which later backwards add to", ways="full no_shard hybrid-op")
+@idiom("gradients kept in a list, or assigned from one", ways="full no_shard hybrid-op")
 def gradients_in_a_list(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    params = list(model.parameters())
-    side.loss(model, 0).backward()
-    grads = [param.grad for param in params]
-    side.loss(model, 1).backward()
-    for step in range(2, 5):
-        with torch.no_grad():
-            for param, grad in zip(params, grads, strict=True):
-                param.sub_(grad, alpha=0.1)
+    model, optimizer = side.begin(Mlp())
+    params, grads, norms = list(model.parameters()), [], []
+    for step in range(4):
+        with side.no_sync(model):
+            side.loss(model, step).backward()
+        grads = grads or [param.grad for param in params]
+        side.loss(model, 10 + step).backward()
+        norms += [grad.norm() for grad in grads]
+        optimizer.step()
         torch._foreach_zero_(grads)
-        side.loss(model, step).backward()
+        if step == 1:
+            grads = [torch.full(param.shape, 0.1) for param in params]
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+    side.loss(model, 20).backward()
     model.zero_grad()
-    return [*grads, model]
-
-
-@idiom("gradients kept from a backward under `no_sync`", ways="full")
-def gradients_kept_from_no_sync(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    with side.no_sync(model):
-        side.loss(model, 0).backward()
-    grads = [param.grad for param in model.parameters()]
-    side.loss(model, 1).backward()
-    return grads
+    return [*grads, *norms, model]
 
 
 @idiom("gradients as views of one tensor, which the program reads and zeroes")

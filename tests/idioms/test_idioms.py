@@ -40,33 +40,27 @@ _READ = "outside of the unit's forward"
 DOCUMENTED = {
     "accumulation_nodes": r"hooks on its autograd node .* would never run",
     "copied_shallowly": r"Instead of copy\.copy\(model\.module\), call copy\.deepcopy\(model\)",
-    "edited_in_forward": _EDIT,
-    "embedding_max_norm": _EDIT,
+    **dict.fromkeys(("edited_in_forward", "embedding_max_norm", "momentum_encoder"), _EDIT),
     "evaluation_on_one_rank": _DEADLOCK,
     "exported": "full_state_dict.* into an unwrapped model",
-    "functional_call": _REPLACED,
-    "functional_call_own": _REPLACED,
+    **dict.fromkeys(("functional_call", "functional_call_own"), _REPLACED),
     "grad_of_parameters": r"parameter 'fc1.weight' is sharded: torch\.autograd\.grad",
     "gradients_in_one_tensor": "a view of a tensor that the program still has",
     "layer_drop_by_rank": _DEADLOCK,
-    "momentum_encoder": _EDIT,
     "multi_grad_hook": r"hooks on its autograd node .* would never run",
     "optimizer_sparseadam": "SparseAdam (cannot step sharded|does not support dense)",
     "parameter_subclass": "is a _OnSphere, but sharding keeps only the elements",
     "pickled": r"cannot be pickled.*flatshard\.checkpoint\.save",
     "pruned_afterwards": _REPLACED,
-    "skipped_experts": _DEADLOCK,
-    "state_on_rank_0": _DEADLOCK,
+    **dict.fromkeys(("skipped_experts", "state_on_rank_0", "unused_by_rank"), _DEADLOCK),
     "sync_batch_norm": "SyncBatchNorm expected input tensor to be on GPU",
     "traced": r"torch\.jit\.trace and torch\.export cannot read sharded parameters",
-    "unused_by_rank": _DEADLOCK,
 }
 """Words of the errors under FULL_SHARD. Under other strategies the numbers may be right."""
 
 ALWAYS = {
-    *("functional_call_own", "optimizer_sparseadam", "pickled"),
+    *("functional_call_own", "gradients_in_one_tensor", "optimizer_sparseadam", "pickled"),
     *("copied_shallowly", "pruned_afterwards", "sync_batch_norm"),
-    "gradients_in_one_tensor",
 }
 """Idioms that raise the error under all other strategies, too."""
 
