@@ -669,8 +669,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             got = type(state_dict).__name__
             raise TypeError(f"load_state_dict: expected a dict of tensors by name, got a {got}.")
         self._sharded_unit.context.forward.recover()
-        children = [name for name, _ in self.module.named_children()]
-        own = model_state.without_ddp_prefix(dict(state_dict), children)
+        members = *self.module.named_parameters(), *self.module.named_buffers()
+        own = model_state.without_ddp_prefix(dict(state_dict), {name for name, _ in members})
         missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
         for handle in handles_in(self):
             handle.page_out()

@@ -572,7 +572,7 @@ def load_safetensors(
 
     def prepare() -> tuple[tuple[Entries, Places, _IncompatibleKeys], Facts]:
         entries, found = _entries_of(shards, model), find_tensors(path)
-        places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
+        places = without_ddp_prefix(found.places, entries)
         keys = _check_fits(os.fspath(path), entries, places, strict=strict)
         facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
         return (entries, places, keys), facts

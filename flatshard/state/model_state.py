@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -199,10 +199,12 @@ def _replace_by_full(
     wanted = sorted({*param_of_key.values()}, key=lambda param: param.index) if is_saving else ()
     full_of = {param: param.spec.unsplit(full[param.index]) for param in wanted}
     for key, param in param_of_key.items():
+        value = state_dict.pop(key) if not is_saving else state_dict[key]
+        # The program may have computed the entry from the parameter (`_save_to_state_dict`, hooks).
+        is_computed = isinstance(value, FlatShardTensor) and not value.shard_origin.is_fixed
+        entry = value.full_tensor().to(device) if is_computed else full_of.get(param)
         if is_saving:
-            state_dict[key] = full_of[param]
-        else:
-            del state_dict[key]
+            state_dict[key] = entry
     return full_of
 
 
@@ -252,15 +254,13 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
     return next(iter(options), StateDictOptions())
 
 
-def without_ddp_prefix(state_dict: StateDict, children: Iterable[str]) -> dict[str, Any]:
+def without_ddp_prefix(state_dict: StateDict, own: Collection[str]) -> dict[str, Any]:
     """Remove DistributedDataParallel's prefix ``module.`` from the names, if present.
 
-    If the model has a child named ``module``, the prefix belongs to the model, and the names stay
-    unchanged. ``children`` are the names of the model's children.
+    The prefix of ``own``, names in the model, stays: a child of the model may be named ``module``.
     """
-    prefix = "module."
-    if "module" not in children and all(key.startswith(prefix) for key in state_dict):
-        return {key.removeprefix(prefix): value for key, value in state_dict.items()}
+    if all(key.startswith("module.") and key not in own for key in state_dict):
+        return {key.removeprefix("module."): value for key, value in state_dict.items()}
     return state_dict
 
 

@@ -208,7 +208,7 @@ class OptimState:
         key_of: dict[str, Any] = {}
         for number, group in enumerate(state_dict["param_groups"]):
             key_of.update(zip(self._names(number, group), group["params"], strict=True))
-        key_of = without_ddp_prefix(key_of, {param.fqn.partition(".")[0] for param in self.params})
+        key_of = without_ddp_prefix(key_of, {param.fqn for param in self.params})
         return _renamed(state_dict, {key: unwrapped(name) for name, key in key_of.items()})
 
     def _names(self, number: int, saved: StateDict) -> Sequence[str]:

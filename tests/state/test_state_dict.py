@@ -9,6 +9,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp.api import StateDictSettings
 
 from flatshard import ShardedWrapper
+from flatshard.state.model_state import without_ddp_prefix
 from tests.harness import naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import assert_identical, local_loss, sgd, snapshot, train_steps
@@ -192,6 +193,11 @@ def _other_weights(name: str) -> dict[str, Tensor]:
     model = CASES[name].model()
     model.load_state_dict(state)  # so that tied weights agree
     return snapshot(model)
+
+
+def test_ddp_prefix_and_a_child_named_module() -> None:
+    assert without_ddp_prefix({"module.module.w": 1}, {"module.w"}) == {"module.w": 1}
+    assert without_ddp_prefix({"module.module.w": 1}, {"module.module.w"}) == {"module.module.w": 1}
 
 
 PLAIN = ("mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm")
