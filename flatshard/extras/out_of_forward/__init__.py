@@ -105,7 +105,7 @@ class OutOfForwardUse(ParamOwner):
         is_one = writes and func.__name__ != "__set__" and isinstance(args[0], FlatShardTensor)
         if writes and (records or self.is_in_forward or not is_one):
             return NotImplemented
-        name = torch.overrides.resolve_name(func) or func.__name__
+        name = _name(func)
         for tensor in sharded:
             tensor.spec.refuse_part(name)
 
@@ -147,19 +147,19 @@ class OutOfForwardUse(ParamOwner):
         # Warn after the collectives: if Python's filter turns the warning into an error, no other
         # rank waits for this rank.
         for tensor in sharded:
-            self._warn(tensor, name, is_average=name.endswith("_") and not writes)
+            self._warn(tensor, name, is_average=name[-1] == "_" != name[-2] and not writes)
         return result
 
     def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
+        of = sharded[0]
         units = dict.fromkeys(self._handles[t.spec].unit for t in sharded if t.is_unit_parameter)
-        name = sharded[0].spec.name
         with self.unsharded(units) as is_outermost:
             apart = {id(t): t.full_tensor() for t in sharded if not t.is_unit_parameter}
             params = {id(t): t.spec.original.full for t in sharded if t.is_unit_parameter}
-            result = as_views(call({**apart, **params}), apart.values(), name)
+            result = as_views(call({**apart, **params}), apart.values(), of, copies=False)
             # Between forwards (`is_outermost`), return copies of views, because the unit is
             # resharded when this context ends. In a forward, views stay valid until it ends.
-            return as_views(result, params.values(), name, copies=True) if is_outermost else result
+            return as_views(result, params.values(), of, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool) -> Any:
         if not self._state.has_run:  # `begin` runs the checks that precede the first forward
@@ -174,7 +174,7 @@ class OutOfForwardUse(ParamOwner):
                 # Copy a parameter to the device and dtype in which the unit computes.
                 like = t.spec.original.full if casts and t.is_unit_parameter else t
                 copies[id(t)] = t.full_tensor().to(like.device, like.dtype)
-        return as_views(call(copies), copies.values(), sharded[0].spec.name)
+        return as_views(call(copies), copies.values(), sharded[0], copies=False)
 
     @contextlib.contextmanager
     def unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
@@ -248,13 +248,18 @@ def _writes(func: Any, args: tuple[Any, ...]) -> bool:
 # ------------------------------------------------------------ results that must not be written
 
 
+def _version(tensor: FlatShardTensor) -> int:
+    return 0 if tensor.local.is_inference() else tensor.local._version
+
+
 class GatheredView(Tensor):
     """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
 
-    Reads work as usual. Writes raise, because they would not reach the parameter.
+    Reads work until the parameter changes. Writes raise: they would not reach the parameter.
     """
 
-    parameter: str  # name of the parameter
+    of: FlatShardTensor  # the sharded tensor that the view shows
+    version: int  # of the shard in the view
 
     @classmethod
     @untraced
@@ -267,6 +272,14 @@ class GatheredView(Tensor):
             # counter. Below, the counter shows whether the function has written to the tensor.
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
+        for view in views:
+            if _version(view.of) != view.version:
+                raise RuntimeError(
+                    f"parameter {view.of.spec.name!r}: {_name(func)} reads a view that was "
+                    "taken outside of forward (p[0], p.detach().T), but parameters of the unit "
+                    "were written since. The view shows a copy of the old values. Take the view "
+                    "again, or keep a clone() of it for the old values."
+                )
         before = states(func, plain.values())
         if is_collective(func):  # a collective may write without a change of the version counter
             raise _lost(func, views[0])
@@ -276,7 +289,7 @@ class GatheredView(Tensor):
             raise _lost(func, views[0])
         if func is Tensor.numpy:
             result.flags.writeable = False
-        return as_views(result, plain.values(), views[0].parameter)
+        return as_views(result, plain.values(), views[0].of, copies=False)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -302,20 +315,23 @@ def states(func: Any, tensors: Iterable[Tensor]) -> list[object]:
 def _lost(func: Any, view: GatheredView) -> RuntimeError:
     """Return the error for a function that writes, or may write, to a ``GatheredView``."""
     return RuntimeError(
-        f"parameter {view.parameter!r}: {torch.overrides.resolve_name(func) or func.__name__} "
-        "writes to a view that was taken outside of forward. The view shows a copy of the "
-        "parameter, so the edit would be lost. Edit the parameter under "
-        "ShardedWrapper.summon_full_params(model), or pass a clone()."
+        f"parameter {view.of.spec.name!r}: {_name(func)} writes to a view that was taken "
+        "outside of forward. The view shows a copy of the parameter, so the edit would be lost. "
+        "Edit the parameter under ShardedWrapper.summon_full_params(model), or pass a clone()."
     )
 
 
-def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:
-    """Return ``result`` with ``GatheredView``s in place of tensors that share memory with ``of``.
+def _name(func: Any) -> str:
+    return torch.overrides.resolve_name(func) or func.__name__  # type: ignore[no-any-return]
 
-    ``of``: full copies of the parameter ``name``. ``copies``: whether to clone the tensors that
-    share memory with ``of``, because the memory is about to be freed.
+
+def as_views(result: Any, full: Collection[Tensor], of: FlatShardTensor, *, copies: bool) -> Any:
+    """Return ``result`` with ``GatheredView``s in place of tensors that share memory with ``full``.
+
+    ``full``: full copies of the parameter ``of``. ``copies``: whether to clone the tensors that
+    share memory with ``full``, because the memory is about to be freed.
     """
-    storages = {tensor.untyped_storage()._cdata for tensor in of}
+    storages = {tensor.untyped_storage()._cdata for tensor in full}
 
     def view(tensor: Tensor) -> Tensor:
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
@@ -325,11 +341,8 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
             # inference mode does not have.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
-        # Autograd itself raises on an in-place write to a tensor with ``requires_grad``.
-        if tensor.requires_grad:
-            return tensor
         shown = tensor.as_subclass(GatheredView)
-        shown.parameter = name
+        shown.of, shown.version = of, _version(of)
         return shown
 
     return pytree.tree_map_only(Tensor, view, result)

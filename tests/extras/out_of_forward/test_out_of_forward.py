@@ -377,6 +377,9 @@ def test_writes_are_refused(rank: int, world: int) -> None:
                 assert_raises(RuntimeError, "summon_full_params", edit, sharded)
                 assert_raises(RuntimeError, "summon_full_params", inside, x)
         assert_raises(ValueError, "read-only", sharded.child.weight.data[0].numpy().fill, 0)
+        row = sharded.child.weight.data[0]
+        sharded.child.weight.data.mul_(2)
+        assert_raises(RuntimeError, "reads a view that was taken outside of forward", row.sum)
         for use in (edit_in_forward, edit_alias_in_forward, replace_in_forward):
             changed = _wrap(Parent(use), "full")
             assert_raises(RuntimeError, r"edit|replaced", changed, _batch(0, rank))
