@@ -1,27 +1,30 @@
 """Extra: finds ranks that step an optimizer with different options, or different numbers of times.
 
-When a step begins, each rank records the optimizer's options. The ranks compare a digest of these
-records in the exchange at the end of the next backward, so no further message is needed. If the
-digests differ, the ranks exchange the records, and all ranks raise.
+When a step begins, each rank records the optimizer's options, and counts missing gradients. The
+ranks compare a digest of these records in the exchange at the end of the next backward, so no
+further message is needed. If the digests differ, the ranks exchange the records, and all raise.
 
 Without this folder, ranks with different options train without an error.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import deque
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.run_state import RunState
-from flatshard.optimizer.adapter import Optimizer, at_step
+from flatshard.optimizer.adapter import Optimizer, all_params, at_step
+from flatshard.precision import get_grad
 from flatshard.units.module_tree import unit_text
 
 # For torch's optimizers, ranks compare all options except `_KERNELS`, which choose a kernel. For
@@ -31,6 +34,7 @@ _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
 _OP = "the options of optimizers"
+_MISSING = "the number of parameters without .grad"
 _SIMPLE = {int, float, bool, str, tuple, type(None)}  # types of options that are compared as is
 Facts = dict[str, str]  # texts that must be equal on all ranks
 
@@ -125,8 +129,9 @@ class _Seen:
         # First `ComparedSteps.num_made` at the last step, because a new model may contain the
         # optimizer's parameters. Then, for each group, the options and the number of parameters.
         self.options: list[Any] = []
-        # For each model that the optimizer steps: the facts to compare, and their digest.
-        self.facts: list[tuple[ComparedSteps, Facts, int]] = []
+        # For each model that the optimizer steps: the facts to compare, their digest, and the
+        # parameters that all ranks of the model train.
+        self.facts: list[tuple[ComparedSteps, Facts, int, list[Tensor]]] = []
 
     def update(self, optimizer: Optimizer, options: list[Any]) -> None:
         if self.options == options:
@@ -134,8 +139,10 @@ class _Seen:
         self.options, self.facts = options, []
         for model in _models:
             if facts := model.facts_of(optimizer, self.names):
+                facts[_MISSING] = "0"
                 digest = crc32(repr(sorted(facts.items())).encode())
-                self.facts.append((model, facts, digest))
+                params = [param for param in all_params(optimizer) if id(param) in model._names]
+                self.facts.append((model, facts, digest, params))
 
 
 _models: weakref.WeakSet[ComparedSteps] = weakref.WeakSet()
@@ -151,10 +158,12 @@ def record_step(optimizer: Optimizer) -> None:
     # Do not compare tensors here: the comparison would wait for an accelerator.
     if not _SIMPLE.issuperset(map(type, options)) or seen.options != options:
         seen.update(optimizer, [*map(_plain, options)])
-    for model, facts, digest in seen.facts:
+    for model, facts, digest, params in seen.facts:
+        with torch._C.DisableTorchFunctionSubclass():
+            missing = sum(map(operator.is_, map(get_grad, params), repeat(None)))
         # Add the digests, because the order in which several optimizers step does not matter.
-        model.digest += digest
-        model.facts.append(facts)
+        model.digest += digest + missing
+        model.facts.append({**facts, _MISSING: str(missing)} if missing else facts)
 
 
 # This module is imported when the first model is wrapped.

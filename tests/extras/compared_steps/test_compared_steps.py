@@ -89,6 +89,10 @@ def test_differences_are_named(rank: int, world_size: int, strategy: str) -> Non
         optimizer.step()
     assert_raises(RuntimeError, r"\(0.1 on rank 0, 0.1, then 0.1 on rank 1\)", _backward, model)
     _backward(model)
+    # Gradients dropped on one rank only.
+    optimizer.zero_grad(set_to_none=rank == 0)
+    optimizer.step()
+    assert_raises(RuntimeError, r"without \.grad \(4 on rank 0, 0 on rank 1\)", _backward, model)
     # Steps in backward.
     model, optimizer = wrapped()
     model.step_in_backward(optimizer)
