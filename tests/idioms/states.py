@@ -141,13 +141,3 @@ def wrapped_again(side: Side) -> Any:
         results += side.fit(model)[:-1]
         del model
     return results
-
-
-@idiom("a layer that saves its weight in half precision", ways="full grad_op")
-def saved_in_half(side: Side) -> Any:
-    class Half(nn.Linear):
-        def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
-            super()._save_to_state_dict(state, prefix, keep_vars)
-            state[prefix + "weight"] = state[prefix + "weight"].half()
-
-    return side.wrap(nn.Sequential(Half(7, 5), nn.Linear(5, 3)), Half)
