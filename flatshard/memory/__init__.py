@@ -256,10 +256,12 @@ def checksum(tensor: Tensor) -> Checksum:
     # Random factors: (0, 1, 1, 0) and (1, 0, 0, 1) have equal sums, also if each element is
     # multiplied by its index. Few rows at once, because the products need memory.
     num_rows = min(1 + len(table) // 64, 8 if words.is_cpu else 128)
-    sums = [(rows * factors).sum(1) for rows in table.split(num_rows)]
-    sums.append((rest * factors[: rest.numel()]).sum(0, keepdim=True))
-    total = torch.cat(sums)
-    return int(total) if total.numel() == 1 else checksum(total)
+    sums = torch.empty(len(table) + 1, dtype=torch.int64, device=words.device)
+    # Keep no result of a part: glibc could not reuse the memory of the products below the result.
+    for out, rows in zip(sums[:-1].split(num_rows), table.split(num_rows), strict=True):
+        out.copy_((rows * factors).sum(1))
+    sums[-1] = (rest * factors[: rest.numel()]).sum()
+    return int(sums) if sums.numel() == 1 else checksum(sums)
 
 
 def sample(tensor: Tensor) -> list[int]:
