@@ -217,14 +217,11 @@ class Backward:
         if index in grads.pending:  # second gradient of the parameter: first store the earlier one
             grads.receive_pending(more_to_come=unit.sync is GradSync.ACCUMULATE)
         # To save time, only collect small gradients, until the flat parameter has all gradients.
-        pending = grads.pending
-        pending[index] = grad
+        grads.pending[index] = grad
         for watcher in self._state.watchers:
             watcher.on_grad(unit)
-        if (
-            len(grads.pending) + len(grads.arrived) < handle.num_trainable
-            and index not in grads.large
-        ):
+        has_all = len(grads.pending) + len(grads.arrived) >= handle.num_trainable
+        if not (has_all or index in grads.large):
             return
         grads.receive_pending(more_to_come=unit.sync is GradSync.ACCUMULATE)
         if len(grads.arrived) < handle.num_trainable:

@@ -77,9 +77,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     # a different unit at the same index, so for such units the maxima over all ranks are useless.
     # Therefore the ranks of the smaller group exchange their flags separately.
     used_within = {h: _used_within(h) for h in handles if h.topology.world.size < state.world.size}
-    differing = [h.unit_name for h, (_, is_alike) in used_within.items() if not is_alike]
     votes: list[Sequence[int]] = [
-        [bool(differing)],
+        [not all(is_alike for _, is_alike in used_within.values())],
         _program(state),
         _order(state),
         # For each flat parameter, whether the reduction was not started yet. If this differs
@@ -101,6 +100,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     maxima = (bytes(islice(numbers, len(part))) for part in votes)
     differ_within, program, orders, waiting, edited, left_over, used, *for_voters = maxima
     if any(differ_within):
+        differing = [h.unit_name for h, (_, is_alike) in used_within.items() if not is_alike]
         units = ", ".join(map(unit_text, differing)) or "a unit of other ranks"
         raise RuntimeError(
             f"backward of {unit_text(state.root.name)}: the ranks that train {units} have frozen "

@@ -7,7 +7,7 @@ flat parameter is called ready.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import torch
 
@@ -56,7 +56,7 @@ class ReduceQueue:
         # numbers of backwards for which the entries stay in this dict.
         self._uneven: dict[int, int] = {}
         # Unfinished reductions, in the order of their start.
-        self._in_flight: dict[FlatParamHandle, GradReduce] = {}
+        self._in_flight: OrderedDict[FlatParamHandle, GradReduce] = OrderedDict()
         self._must_wait = False  # whether all reductions start at the end of backward
         # How many flat parameters, counted from the beginning of the order, may be reduced before
         # the end of backward. If users' communication hooks reduce some of them, the limit begins
@@ -160,8 +160,7 @@ class ReduceQueue:
             self._tell_reduced(handle)
 
     def _finish_first(self) -> None:
-        handle = next(iter(self._in_flight))
-        reduction = self._in_flight.pop(handle)
+        handle, reduction = self._in_flight.popitem(last=False)
         with self._state.span(Kind.REDUCE_WAIT, handle.unit):
             handle.grads.finish_reduction(reduction)
 

@@ -169,10 +169,9 @@ class RootChecks:
             self._check_not_exported()
         # Check the modules only after a module or parameter was assigned, or a parameter that was
         # added after wrapping is trained, because checking is slow.
-        is_changed = self._num_registered != _num_registered
-        is_changed |= any(param.requires_grad for param in self._added)
-        if is_changed and (root := self._root()) is not None:
-            self._check_modules(root)
+        trains_added = any(param.requires_grad for param in self._added)
+        if trains_added or self._num_registered != _num_registered:
+            self._check_modules()
             self._num_registered = _num_registered
         if self._shared:
             check_frozen(self._shared)
@@ -192,8 +191,10 @@ class RootChecks:
             if text in str(error) and not hasattr(error, "__notes__"):
                 error.add_note(f"{unit_text(unit_name)} {note}")
 
-    def _check_modules(self, root: ModuleProxy) -> None:
+    def _check_modules(self) -> None:
         """Raise if a parameter was added after wrapping: its gradients would not be averaged."""
+        if (root := self._root()) is None:
+            return
         handles, world = wrappers.handles_in(root), self.context.world
         if not self.context.has_run:
             for unit in wrappers.units_in(root):

@@ -504,8 +504,8 @@ class ParamBucket:
         # Usually the members' states are the views that `swap_out` made. If not (in the first step,
         # and after the user has assigned or loaded state), join the members' states.
         self._found = [*map(present.get, map(id, self.members))]  # before the step
-        found = [*self._found, *_values(self._states)]
-        if not _are_same(found, [*self._states, *self._values_made]):
+        are_known = _are_same(self._found, self._states)
+        if not (are_known and _are_same(_values(self._states), self._values_made)):
             if (shared := self._join(states)) is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
             # The joined state is a copy. Free the members' states before the step, to save memory.
@@ -514,9 +514,8 @@ class ParamBucket:
         if shared:
             states[self.param] = shared
         # The gradients of several members are neighbours in a flat gradient (`_neighbours`).
-        first, grad = self.members[0], get_grad(self.members[0])
-        is_single = len(self.members) == 1
-        flat = local_grad(grad, first.spec) if is_single else grad.shard_flat.detach()[self._range]
+        grad, is_one = get_grad(self.members[0]), len(self.members) == 1
+        flat = local_grad(grad, self._specs[0]) if is_one else grad.shard_flat.detach()[self._range]
         set_grad(self.param, flat)
         # Increase the version counter here, because an optimizer that writes to `p.data` does not.
         # With the old counter, flatshard would reuse unsharded buffers that have the old values.
