@@ -4,13 +4,14 @@
 
 This is the loop of reinforcement learning with an inference engine. The engine is another process
 that runs the same model unwrapped. After each optimizer step the trainer hands all weights to the
-engine, one bucket at a time, through shared memory, and checks that the engine has the trainer's
+engine, some tensors at a time, through shared memory, and checks that the engine has the trainer's
 weights bit for bit. By default rank 0 has an engine; with --engines all, every rank has its own.
 """
 
 import argparse
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from multiprocessing.managers import BaseManager
 from typing import Any
 
@@ -25,7 +26,6 @@ from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 
 VOCABULARY, WIDTH, LENGTH, GOOD = 16, 32, 12, 3
-Weight = tuple[str, Tensor]
 
 
 class Block(nn.Sequential):
@@ -62,7 +62,7 @@ class Engine:
         self.model = policy().requires_grad_(False)
         self.state = self.model.state_dict()
 
-    def load_weights(self, weights: Iterable[Weight]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
             self.state[name].copy_(tensor)
 
@@ -94,24 +94,13 @@ def prepare(seed: int) -> None:
 # ---------------------------------------------------------------- the trainer
 
 
-def in_buckets(items: Iterable[Weight], nbytes: int) -> Iterator[list[Weight]]:
-    """Collect weights in lists of at least ``nbytes``, so that an engine gets few messages."""
-    bucket: list[Weight] = []
-    for name, tensor in items:
-        bucket.append((name, tensor))
-        if sum(one.nbytes for _, one in bucket) >= nbytes:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
-
-
 def hand_over(model: nn.Module, engine: Any, args: argparse.Namespace) -> None:
     """Give the engine all weights. Collective: all ranks, also those without an engine."""
     ranks = "all" if args.engines == "all" else 0
-    for bucket in in_buckets(flatshard.full_tensors(model, ranks=ranks), args.bucket_bytes):
-        # The call returns when the engine has copied the bucket, so no tensor is kept.
-        engine.load_weights(bucket)
+    weights = flatshard.full_tensors(model, ranks=ranks)
+    while message := list(islice(weights, args.message)):
+        # The call returns when the engine has copied the tensors, so no tensor is kept.
+        engine.load_weights(message)
 
 
 def train(args: argparse.Namespace) -> list[float]:
@@ -157,7 +146,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_number("--steps", 50, "optimizer steps")
     parser.add_number("--batch", 32, "sequences per step")
-    parser.add_number("--bucket-bytes", 1 << 14, "least bytes per bucket")
+    parser.add_number("--message", 8, "tensors per message to the engine")
     which = "an engine on rank 0, or on every rank (default: one)"
     parser.add_argument("--engines", choices=("one", "all"), default="one", help=which)
     return parser.parse_args(arguments)
