@@ -24,11 +24,12 @@ GLIBC_LIMIT_BYTES = 32 << 20
 
 
 class BufferMemory:
-    """The memory of one unsharded buffer, which is allocated and freed many times.
+    """The memory of one unsharded buffer.
 
-    The buffer's storage object never changes, so autograd's views of the buffer are valid again
-    after the next unshard. This base class is for flat parameters that are not sharded: the buffer
-    is the shard itself, and is never freed.
+    Subclasses allocate the memory at each unshard, and free it at each reshard. The buffer's
+    storage object never changes, so autograd's views of the buffer are valid again after the next
+    unshard. This base class is for flat parameters that are not sharded: the buffer is the shard
+    itself, and is never freed.
     """
 
     # Memory for this rank's shard, `(shard_numel,)`, for all ranks to map into their buffers. None:

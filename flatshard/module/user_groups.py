@@ -64,7 +64,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
     if mesh.ndim == 1:
         return mesh.get_group()
     # If the dimensions have no names, assume the order of torch's FSDP: (replicate, shard). Refuse
-    # others: the ranks of a dimension for tensor parallelism, for example, differ in parameters.
+    # dimensions with other names: with tensor parallelism, for example, the ranks of a dimension
+    # have different parameters.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if mesh.ndim != 2 or kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):

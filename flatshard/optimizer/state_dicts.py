@@ -74,7 +74,7 @@ def check_order(asked: Any, spec: ShardSpec) -> None:
 
 
 def is_getting_shards() -> bool:
-    """Whether torch's ``get_state_dict`` or a similar function is running, for sharded tensors."""
+    """Whether a function such as torch's ``get_state_dict`` is running and asks for shards."""
     getters = [frame for frame in _frames() if frame.f_code.co_name.startswith("get_")]
     return any(not getattr(f.f_locals["options"], "full_state_dict", False) for f in getters)
 

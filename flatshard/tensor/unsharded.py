@@ -194,9 +194,10 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
         if not gradient.is_alike:
             raise RuntimeError(
                 f"{spec.where()}: backward got a sharded tensor ({gradient.text}) as the gradient. "
-                "It has this rank's values only for this rank's range, so it cannot be averaged. "
-                "Expected a full gradient. In a torch.autograd.Function, compute the gradient from "
-                "weight.new_zeros(weight.shape), and compute with full tensors outside of it."
+                "A sharded gradient has only this rank's range of the gradient of this rank's "
+                "batch, so flatshard cannot average it. Expected a full, plain tensor. In the "
+                "backward of a torch.autograd.Function, begin with "
+                "weight.new_zeros(weight.shape). Elsewhere, compute the gradient from full tensors."
             )
         gradient = gradient.full_tensor()  # equal on all ranks, so the average is the same
     spec.owner.start_backward()

@@ -129,7 +129,8 @@ def take_back_error() -> str | None:
     Called when this thread is about to raise a ``CollectiveError`` for an aborted collective.
     Without the call, the program would get a second error in the ``except`` clause of the first.
     """
-    # A thread of autograd cancels the error of the main thread, which raises autograd's errors.
+    # If this is a thread of autograd, cancel the error that waits for the main thread: the main
+    # thread also raises the errors of autograd's threads.
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
         thread = threading.main_thread()

@@ -86,7 +86,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
         self._values: dict[FlatParamHandle, tuple[bool, Tensor]] = {}
         # Which of the compared values the current forward has changed, as bool tensors.
         self._compared: list[tuple[FlatParamHandle, Tensor]] = []
-        # Read the results of earlier forwards, see `_copy_differences`.
+        # Functions that return the results of earlier forwards, made by `_copy_differences`.
         self._unread: list[Callable[[], list[Any]]] = []
         self._edited: list[FlatParamHandle] = []
         # In evaluation: digests of the collectives that this rank had begun before the forward.
