@@ -110,8 +110,8 @@ class Forward:
             # forward. (`no_sync` around the backward has no effect.)
             state.plan_syncs()
         else:
-            # Free the memory that is cached for gradients: evaluation computes no gradients, and often
-            # runs larger batches.
+            # Free the memory that is cached for gradients: evaluation computes no gradients, and
+            # often runs larger batches.
             self.give_back()
         # With HYBRID_SHARD_OP, start the slow all-gathers across nodes of all units now, so that
         # they overlap with the forward.
