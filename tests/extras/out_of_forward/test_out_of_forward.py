@@ -450,10 +450,10 @@ def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> No
 
 @on_ranks(2)
 def test_an_average_that_differs_between_ranks(rank: int, world: int) -> None:
-    weight = ShardedWrapper(nn.Linear(4, 4)).weight.data
+    model = ShardedWrapper(nn.Linear(4, 4))
     mean = torch.full((4, 4), float(rank))
     with pytest.raises(CollectiveError, match="different collectives"):
-        mean.copy_(0.1 * weight + 0.9 * mean)
+        mean.copy_(0.1 * model.weight.data + 0.9 * mean)
 
 
 @on_ranks(2)
