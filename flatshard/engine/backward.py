@@ -263,7 +263,7 @@ class Backward:
         is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
-            # Receive pending gradients of flat parameters that lack another gradient.
+            # Store gradients that are pending because their flat parameter lacks other gradients.
             for handle in state.handles:
                 handle.grads.receive_pending(more_to_come=handle.unit.sync is GradSync.ACCUMULATE)
             if any(unit.sync is not GradSync.ACCUMULATE for unit in state.units):

@@ -35,7 +35,7 @@ class Kind(enum.Enum):
     BACKWARD = "compute backward"
     """The thread is in the backward of a unit, or in a recomputed forward inside that backward.
 
-    If the backwards of several units are unfinished, the time counts for the one that began last.
+    If several units' backwards are unfinished, the time counts for the unit that began last.
     """
     STARTING = "starting collectives"
     """The thread prepares and starts a unit's all-gather or reduction."""
@@ -77,7 +77,7 @@ class StepExtension:
     """
 
     watches = False
-    """Whether to call the methods ``enter_forward`` to ``span``, too.
+    """Whether the engine also calls the methods from ``enter_forward`` to ``span``, below.
 
     False for most extensions, because these methods are called often and would take time.
     """

@@ -21,7 +21,7 @@ Extensions are optional features that act in a step; watchers are extensions tha
 [Note: recomputation]
 Activation checkpointing recomputes forwards inside backward. A recomputed forward unshards its
 unit, but does not reshard the unit, because backward needs the parameters next. A recomputed
-forward neither records the order of units nor prefetches. The next unit perhaps does not run: a
+forward neither records the order of units nor prefetches, because the next unit may not run: a
 non-reentrant checkpoint stops the forward by an exception once all saved tensors are recomputed.
 """
 
@@ -168,7 +168,7 @@ class Forward:
 
         Returns the changed output. ``failed``: whether the forward raised an exception.
         """
-        # Not running: `before_module` has raised, or full parameters are summoned.
+        # No call is running if `before_module` has raised, or if full parameters are summoned.
         if not unit.running:
             return output
         call, changed = unit.running.pop(), output
@@ -200,9 +200,9 @@ class Forward:
         Returns the record of this call, which counts the gradients of inputs in backward.
         """
         state, backward = self._state, self._backward
-        # Usually, this call begins a forward of the model. But if the full model is inside of a
-        # reentrant activation checkpoint, backward begins with a recomputation of the model, and
-        # this call may be the beginning of the recomputation.
+        # A call at depth 0 usually begins a forward of the model. But if the full model is inside
+        # of a reentrant activation checkpoint, backward begins with a recomputation of the model,
+        # and this call may be the beginning of the recomputation.
         if state.depth == 0 and not (backward.is_running or self.begins_recomputation()):
             self.begin(unit)
         recomputes = backward.is_active and backward.is_running
@@ -277,7 +277,7 @@ class Forward:
         state, has_output = self._state, output is not None
         if unit.phase is Phase.FORWARD and not unit.running:
             # A reentrant activation checkpoint runs its forward with gradients disabled, although a
-            # backward follows.
+            # backward follows. So `is_grad_enabled` is not enough.
             backward_follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
             if unit.end_call(backward_follows=backward_follows) or not has_output:
                 is_needed_soon = self._prefetch.needs_soon(unit)
@@ -357,8 +357,8 @@ class Forward:
         # forward has made fewer calls, reshard the unit now.
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
-        # If all units ran in the order of the last forward, unfinished all-gathers are prefetches
-        # for the first units of backward. Otherwise a prefetched unit may not have run.
+        # Drop prefetched units that did not run. If all units ran in the order of the last forward,
+        # there are none: unfinished all-gathers are prefetches for backward.
         if failed or not self._prefetch.is_complete:
             self._drop_prefetched(failed)
         # Wait until no other rank reads this rank's shards: the optimizer may write the shards
@@ -395,14 +395,14 @@ def _call_module(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _call_of_torchs_class(_kind: Any) -> Callable[..., Any]:
-    # Another function for each class, because Dynamo compiles a function only for a few modules.
+    # Make one function per class, because Dynamo compiles each function only for a few modules.
     return FunctionType(_call_module.__code__.replace(), globals())
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that calls ``module`` without the part of flatshard."""
+    """Return the function that calls ``module`` without ``before_module`` and ``after_module``."""
     kind: Any = type(module)
-    # Dynamo compiles no function of torch by itself, only together with a caller outside of torch.
+    # Dynamo compiles a call of a torch class only inside another function, here `_call_module`.
     is_torchs = kind.__module__.startswith(("torch.nn.", "torch.ao."))
     return MethodType(_call_of_torchs_class(kind) if is_torchs else kind._call_impl, module)
 
@@ -410,14 +410,14 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
 def surround_calls(unit: Unit, module: nn.Module) -> None:
     """Let each call of ``module`` call ``before_module`` first, and ``after_module`` at the end.
 
-    The program's own hooks of the module run in between, so they see unsharded parameters. A call
-    that ``module.compile()`` has compiled before has no part of flatshard.
+    The program's own hooks of the module run in between, so they see unsharded parameters. After
+    ``module.compile()``, the compiled call runs in between.
     """
     # Import here, because the import is slow.
     from torch._dynamo.decorators import skip
 
     own = module.__dict__.get("_call_impl")
-    # The program's own function. A copy of a module of a unit has this function's `call` instead.
+    # The program's own `_call_impl`, if any. In a copy of a unit's module, take it out of `call`.
     own = getattr(own, "own", own)
     inner = module._compiled_call_impl or own or call_of(module)
 
@@ -443,8 +443,8 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
             raise
 
     call.own = own  # type: ignore[attr-defined]
-    # `Module.__call__` calls `_call_impl`, or the compiled call. The graph of a compiled caller
-    # ends at this call, and a new graph begins after: Dynamo cannot trace all-gathers.
+    # `Module.__call__` calls the compiled call if there is one, otherwise `_call_impl`. `skip` ends
+    # the graph of a compiled caller before this call, because Dynamo cannot trace all-gathers.
     module.__dict__["_call_impl"] = skip(call)
     module.__dict__.pop("_compiled_call_impl", None)
 

@@ -12,15 +12,15 @@ Resharding the unit would lose the edit. There are three ways to find edits:
 [Note: which forwards]
 A comparison of all values reads the unsharded buffer twice, which takes some percent of a step. So
 all values are compared only in the 1st, 2nd, 10th, 100th, ... forward of a unit, counted separately
-with and without gradients (2nd: the first update of a momentum encoder may change nothing). After
-the first edit is found, all values of every unit are compared in every forward. The same holds for
-frozen parameters that the program writes after the unit's first forward: they probably belong to a
-momentum encoder, which the program may update inside of any forward.
+with and without gradients. (The first update of a momentum encoder may change nothing, so the 2nd
+is compared, too.) After the first edit is found, all values of every unit are compared in every
+forward. The same holds for frozen parameters to which the program writes after the first forward:
+they may belong to a momentum encoder, which may be updated inside of any forward.
 
-In the other forwards, only 32 values are compared, which still shows updates of all values. This
+The other forwards compare only 32 values, which still finds an edit that changes all values. This
 takes 10 to 30 microseconds, 2 % of a step with many small units. So frozen flat parameters are
-compared in every forward, but trainable ones only in every 8th. On accelerators, a read would wait
-for the device, so the extra ``device_checks`` compares there.
+compared in every forward, but trainable flat parameters only in every 8th. On accelerators, a read
+would wait for the device, so the extra ``device_checks`` compares values there.
 
 [Note: changed versions]
 If a forward changes the version counter, and all values were read before the forward, all values
@@ -102,8 +102,8 @@ class ForwardEdits:
     def check_values(self, handle: FlatParamHandle) -> None:
         """Raise RuntimeError if a forward has changed values of ``handle``, not only the version.
 
-        Called if the version has changed, when autograd saves a parameter and at the end of the
-        forward. (A forward may edit a parameter, compute, and undo the edit before it ends.)
+        Called when the version has changed: at the end of the forward, and whenever autograd saves
+        a parameter, because the forward may undo an edit before its end.
         """
         self._rewritten.add(handle)
         if not self._has_kept_values(handle):

@@ -79,8 +79,8 @@ class ReducePlan:
         # Size of the unsharded gradients.
         self.full_bytes = flat.layout.padded_numel * dtypes.reduce_dtype.itemsize
         # Memory of an unfinished reduction. Usually the gradients count twice: the sent and the
-        # received values. NCCL (like every backend for which a stream waits, not the host) adds
-        # values as they arrive, so the gradients count once, unless flatshard adds the values
+        # received values. Backends for which a stream waits, not the host (NCCL), add values as
+        # they arrive. Then the gradients count once, unless flatshard adds the values
         # (`fixed_order`).
         waits = intra_group.transport_for(device).stream_waits(device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
@@ -112,7 +112,7 @@ class ReducePlan:
         return transport.sum_dtype(self.dtypes.reduce_dtype, fixed_order=self.fixed_order)
 
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
-        # Take only the last stage's result from the cache, because only this becomes a gradient.
+        # Only the last stage's result becomes a gradient, so only this result uses the cache.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
@@ -127,8 +127,8 @@ class GradReduce:
     # Functions that start the remaining stages.
     later_stages: Sequence[Callable[[], AsyncWork]] = ()
     _earlier_works: Sequence[AsyncWork] = ()  # the collectives of the stages that are over
-    # The reductions of all models whose second stage will use the same group and has not started,
-    # in the order in which their first stages started. Empty if this reduction has no second stage.
+    # Queue of all models' reductions that wait to start their second stage in the same group, in
+    # the order in which their first stages started. Empty if this reduction has no second stage.
     _second_stages: Any = ()
     _read_on_side_stream: Sequence[object] = ()  # kept alive for `_queue_later_stages`
 

@@ -91,10 +91,10 @@ class Gradients:
         # Whether the user edited an accumulated gradient in `.grad` on this rank. Then all ranks
         # raise at the end of the next backward that reduces.
         self.was_edited = False
-        # The keys are parameters that have unreduced gradients and that `show` has treated. The
+        # The keys: parameters with unreduced gradients, whose `.grad` `show` has set or marked. The
         # values: the tensor in `.grad`, the tensor's version, and whether `show` made the tensor.
-        # If `show` did not, the tensor is a reduced gradient of an earlier step, and the unreduced
-        # gradients are only in `slots`.
+        # If `show` did not make the tensor, it is a reduced gradient of an earlier step, and the
+        # unreduced gradients are only in `slots`.
         self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
         # `_target`: whether `.grad` is in device memory, host memory or on disk. For host and disk,
         # `_cache` reuses memory there, and `_copies` has an event for each unfinished copy.
@@ -391,9 +391,9 @@ class Gradients:
         if not self._is_contiguous:
             flat = [s.as_strided((s.numel(),), (1,)) for s in flat]
         if len(flat) == len(spans) and {one.dtype for one in flat} == {dtype}:  # the usual case
-            # Insert the padding, from the end, because an insertion moves later pieces. Keep no
-            # tensors of zeros, whose size grows with the world size. The list must have no empty
-            # tensors: otherwise torch copies each piece separately.
+            # Insert the padding, from the end, because an insertion moves later pieces. The
+            # zeros are not cached, because their size grows with the world size. The list must have
+            # no empty tensors: otherwise torch copies each piece separately.
             for index, start, end in reversed(self._layout.gaps):
                 flat.insert(index, flat[0].new_zeros(end - start))
             self._empty()
@@ -423,9 +423,9 @@ class Gradients:
         if not waiting:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # `.grad` gets this rank's range of the full gradients in `slots`. But gradients that
-            # are already reduced within the intra group (`intra_reduced`) are 1-D, so cut the
-            # ranges from this rank's shard of all accumulated gradients.
+            # `.grad` gets this rank's range of the full gradient in `slots`. But if gradients were
+            # reduced within the intra group (`intra_reduced`, 1-D), first add up this rank's shard
+            # of all accumulated gradients. Then cut the range out of this shard.
             in_parts = self.intra_reduced is not None
             device = self._params[0].sharded.device
             chunk = self.accumulated_shard().to(device) if in_parts else None
@@ -439,9 +439,9 @@ class Gradients:
                         else original.of_chunk(chunk)
                     )
                     set_grad(original.sharded, grad)
-                # Mark the tensor in `.grad`, so that an optimizer step raises. This also holds if
-                # `.grad` is the reduced gradient of an earlier backward: a step with this gradient
-                # would leave out the accumulated gradients.
+                # Mark the tensor in `.grad`, so that an optimizer step raises. Also mark a reduced
+                # gradient of an earlier backward: a step with this gradient would leave out the
+                # accumulated gradients.
                 UNREDUCED[grad] = original.spec.unit
                 self.shown[original] = grad, version_of(grad), is_view
 
@@ -552,7 +552,7 @@ class Gradients:
                 self._add_grad(param, grad)
 
     def _add_grad(self, param: OriginalParam, grad: Tensor) -> None:
-        """Add ``grad`` to the present ``.grad`` of a parameter, if there is one."""
+        """Add ``grad`` to the ``.grad`` of a parameter, or set ``.grad`` if there is none."""
         before = get_grad(param.sharded)
         if isinstance(before, FlatShardTensor) and not before.is_alike:
             raise RuntimeError(
@@ -561,7 +561,7 @@ class Gradients:
                 "a full tensor of this rank, which backward averages. Call zero_grad() before."
             )
         if before is not None and before.dtype is grad.dtype:
-            # As autograd, add in place: the program may have another reference to the tensor.
+            # Like autograd, add in place: the program may have another reference to the tensor.
             self._target.page_in(local_range(before))
             before.add_(grad)
             self._target.page_out(local_range(before), local_range(grad))
@@ -601,7 +601,7 @@ def _num_base_references(view: Tensor) -> int:
     return 0 if base is None else sys.getrefcount(base)
 
 
-# The number if the program has no reference. Measure it, because it depends on Python's version.
+# Result if only the view refers to the tensor. Measured, because it depends on Python's version.
 _NO_REFERENCE = _num_base_references(torch.empty(1)[:])
 
 

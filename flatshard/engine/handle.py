@@ -12,7 +12,7 @@ makes handles, and ``extras.conversion`` converts and copies handles.
 
 [Note: versions of the buffer]
 Autograd records the buffer's version counter with each saved view, and raises in backward if the
-version has changed. So the handle lets the version stand for the values: Two all-gathers of the
+version has changed. So the handle sets equal versions for equal values: two all-gathers of the
 same shards (for forward and for backward) set the same version, ``clean_version``. After a write to
 the shards, the next all-gather sets a new version. Freeing the buffer changes the version too, so
 that autograd raises if backward reads a view of freed memory.
@@ -63,8 +63,8 @@ class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
     # For each original parameter, the unsharded parameter that modules hold now. None: modules hold
-    # the sharded parameters. If None, do not call `put_back`, which would overwrite a parameter
-    # that the user has replaced after a failed step. Then `check_places` would not raise.
+    # the sharded parameters. If None, do not call `put_back`: if the user has replaced a parameter
+    # after a failed step, `put_back` would undo this, and `check_places` could not raise any more.
     installed: Sequence[Any] | None = None
 
     def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
@@ -106,7 +106,7 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.is_free_deferred = False
-        # Whether `reshard` has ever found views that were still in use.
+        # Whether `reshard` has ever found views still in use, or a checkpoint may save such views.
         self.had_views = False
         self.was_read = False  # whether a backward has read a view of the buffer from the graph
         self._targets = plan.targets
@@ -123,7 +123,7 @@ class FlatParamHandle:
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
-        """Use ``shard``, ``(layout.shard_numel,)``, after a move to its device, host or disk.
+        """Move ``shard``, ``(layout.shard_numel,)``, to device, host or disk, and use it.
 
         The sharded parameters become views of the new shard. The full parameters become views of a
         new unsharded buffer, which has memory only between unshard and reshard.
@@ -257,10 +257,10 @@ class FlatParamHandle:
             self.state, self.is_free_deferred = ShardState.SHARDED, not self.shard_is_buffer
             if not self._targets.shard.is_device:
                 self.page_out()
-        # Views may exist: activation checkpointing's recomputed forward saves plain views, without
-        # flatshard's saved-tensor hooks. Ranks may free their buffers at different times.
         if not self.is_free_deferred:
             return
+        # Views may exist, because a recomputed forward (activation checkpointing) saves plain
+        # views. Keeping the buffer on only some ranks is safe: freeing it needs no communication.
         if not self.unit.keeps_views and (though_viewed or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
         else:
@@ -271,7 +271,7 @@ class FlatParamHandle:
                 self.memory.snapshot()
 
     def _free_buffer(self) -> None:
-        # Until the next all-gather is complete, autograd raises if backward reads a saved view.
+        # Change the version: until the next all-gather, autograd raises on a read of a saved view.
         torch._C._increment_version((self.buffer,))  # type: ignore[attr-defined]
         self.memory.free()
         self.is_free_deferred = False
@@ -279,7 +279,7 @@ class FlatParamHandle:
         unsharded.set_accessible(self.fulls, False)
 
     def snapshot(self) -> None:
-        """Make sure that the buffer's values stay when other ranks write to their shards.
+        """Preserve the buffer's values, even if other ranks write to their shards.
 
         With shared memory, parts of the buffer may be the memory of other ranks' shards. This
         method replaces these parts by copies.

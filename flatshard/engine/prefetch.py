@@ -45,7 +45,7 @@ class Prefetch:
             for unit in self._units
             if unit.topology.intra_group.transport_for().gathers_in_background
         }
-        # Sockets are slow, unless backward all-gathers in a smaller group (`regather_size`).
+        # All-gathers over sockets are slow, unless backward uses a smaller group (`regather_size`).
         backward_is_slow = any(unit.placement.regather_size is None for unit in self._in_background)
         # Whether forward, at its end, keeps the first unit of backward unsharded, and starts the
         # all-gathers of the next units.
@@ -93,8 +93,8 @@ class Prefetch:
         if self._backward is not None and is_post is is_over:
             order, index = (self.order or self.last_order)[::-1], unit.index
             after = order[order.index(index) + 1 :] if index in order else []
-            # If the unit ran twice, expect only the units before its second backward, at which this
-            # method is called again.
+            # If the unit ran twice, stop where `after` reaches the unit again: its second backward
+            # calls this method, too.
             expected = after[: after.index(index)] if index in after else after
             self._start_expected(expected[:1] if is_post else expected, "backward")
 

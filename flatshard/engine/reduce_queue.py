@@ -34,8 +34,8 @@ class ReduceQueue:
 
     All ranks must start collectives in the same order, but flat parameters may become ready in
     different orders on different ranks, or never. So a reduction starts only after all reductions
-    before it in the order: at the latest, at the end of backward. In the order, flat parameters are
-    identified by their indices (``FlatParamHandle.number``).
+    before it in the order. The remaining reductions start at the end of backward. In the order,
+    flat parameters are identified by their indices (``FlatParamHandle.number``).
     """
 
     def __init__(self, state: RunState) -> None:
@@ -50,10 +50,10 @@ class ReduceQueue:
         self._num_started = 0  # number of reductions that were started in this backward
         # Indices of the flat parameters that are ready, in the order in which they became ready.
         self._ready: dict[int, None] = {}
-        # Uneven flat parameters: in a recent backward, only some ranks had all gradients, and the
-        # others started the reduction at the end of backward. So no rank waits for the reduction
-        # before the end. The keys are the indices of the flat parameters. The values are the
-        # numbers of backwards for which the entries stay in this dict.
+        # Uneven flat parameters: in a recent backward, some ranks lacked a gradient, and started
+        # the reduction only at the end of backward. So no rank waits for this reduction before the
+        # end. The keys are the indices of the flat parameters. The values are the numbers of
+        # backwards for which the entries stay in this dict.
         self._uneven: dict[int, int] = {}
         # Unfinished reductions, in the order of their start.
         self._in_flight: OrderedDict[FlatParamHandle, GradReduce] = OrderedDict()
@@ -84,8 +84,8 @@ class ReduceQueue:
         self._num_started, self._ready = 0, {}
         for number, handle in enumerate(self._handles):
             if not handle.reduces:
-                # This backward does not reduce the flat parameter, so later flat parameters in the
-                # order must not wait.
+                # This backward does not reduce the flat parameter. Mark it as ready, so that later
+                # flat parameters in the order do not wait for it.
                 self._ready[number] = None
             elif handle.grads.plan.hook is not None:
                 self.limit = 0
@@ -110,7 +110,7 @@ class ReduceQueue:
                 self._start(handle)
 
     def num_ready(self) -> int:
-        """Return how many flat parameters precede the first one, in order, that is not ready."""
+        """Return how many flat parameters precede the first unready flat parameter in the order."""
         rest = (n for n, number in enumerate(self._order) if number not in self._ready)
         return next(rest, len(self._order))
 
@@ -147,7 +147,7 @@ class ReduceQueue:
                 in_flight = sum([one.grads.plan.bytes_in_flight for one in self._in_flight])
                 # Do not wait for gloo, which notices the end of a collective only in a wait. A wait
                 # is also useless if another rank lacks a gradient, because that rank starts this
-                # reduction only at the end of its backward. Expect so if a rank lacked a gradient
+                # reduction only at the end of its backward. Expect this if a rank lacked a gradient
                 # in a recent backward (`_uneven`), or if some ranks have no more input (`join`).
                 can_wait = reduction.work.reports_end and handle.number not in self._uneven
                 is_late = not can_wait or self._state.lacks_ranks

@@ -190,7 +190,7 @@ class RunState:
         self._call([one for one in self.extensions if one is not extension])
 
     def _call(self, extensions: Sequence[StepExtension]) -> None:
-        # Replace the tuples and never change them, so that a loop over a tuple is not disturbed.
+        # Make new tuples: `drop` may be called in a loop over the old tuple, which then continues.
         self.extensions = tuple(extensions)
         self.watchers = tuple(one for one in extensions if one.watches)
 
@@ -218,8 +218,8 @@ class RunState:
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
             label = "wait_unshard"
-            # While this rank waits for a unit, the only collective that may start is the second
-            # stage of a gradient reduction (across nodes).
+            # The purpose of collectives that may start during the wait. While this rank waits for a
+            # unit, only second stages of gradient reductions (across nodes) may start.
             purpose = "other" if unit is None else "reduce"
         # `enter_context` starts the spans now, a little before the caller's `with` begins.
         stack = contextlib.ExitStack()

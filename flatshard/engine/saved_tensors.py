@@ -28,9 +28,9 @@ unit's forward is compared with the numbers in forwards with hooks. After a forw
 number, the unit's buffer keeps its memory until the next step, and later forwards have hooks again.
 
 A program may also keep a tensor from inside of a unit, and start a backward there. So forwards also
-have hooks if an attribute of a module contains such a tensor, and while a module inside of a unit
-has hooks of the program. If the program has kept the tensor in another way, autograd raises when it
-reads the freed buffer ([Note: versions of the buffer] in ``handle.py``).
+have saved-tensor hooks if an attribute of a module contains such a tensor, and while modules inside
+of a unit have forward or backward hooks. If the program has kept the tensor in another way,
+autograd raises when it reads the freed buffer ([Note: versions of the buffer], ``handle.py``).
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class SavedTensors:
         self._new: set[tuple[Unit, int]] = set()
         # Number of forwards without hooks that differed from all earlier forwards.
         self._num_unlike = 0
-        # The hooks on modules inside of units, by which the program may keep tensors inside of a
-        # unit, or read parameters in backward.
+        # Hooks on modules inside of units (dicts). The program's hooks may keep tensors from inside
+        # of a unit, or read parameters in backward.
         self._hooks: list[Mapping[int, Any]] = []
         # `_num_unread`: number of views saved in this step that were not read in the unit's own
         # backward yet, plus the number of reads at other times. If it is 0, hooks made no
@@ -192,7 +192,8 @@ class SavedTensors:
         """Begin a forward of ``unit``: install hooks, if the forward needs any."""
         is_foreign = self.push(needed=self.has_hooks or recomputes, in_checkpoint=False)
         if is_foreign and not self.active[-1]:  # see [Note: checkpoints]
-            # No backward runs through a recomputed forward's graph, so do not count its inputs.
+            # `has_hooks` is False for a recomputed forward, whose inputs need not be counted: no
+            # backward runs through its graph.
             call.has_hooks = not recomputes
             for handle in unit.handles:
                 handle.had_views = True
@@ -278,9 +279,9 @@ class SavedTensors:
             if found is None:
                 if outer is not None:
                     return outer[0](tensor)
-                # Save a detached tensor. If a graph node saved its own output with the graph, node
-                # and output would refer to each other, a memory leak without a backward. After
-                # `unpack`, autograd connects the tensor to the node again.
+                # Save a detached tensor. If a graph node saved its own output undetached, node and
+                # output would refer to each other, and leak unless a backward runs. After `unpack`,
+                # autograd connects the tensor to the node again.
                 return tensor.detach(), tensor._version
             self._num_unread += 1
             if type(tensor) not in _PLAIN:  # a DTensor around a view

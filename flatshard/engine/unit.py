@@ -1,7 +1,7 @@
 """``Unit``: one or several modules whose parameters are unsharded and resharded together.
 
-The files ``forward.py`` and ``backward.py`` decide when a unit is unsharded and resharded. A unit
-keeps the counts for these decisions. ``Unit.handles`` has the unit's flat parameters.
+The files ``forward.py`` and ``backward.py`` decide when a unit is unsharded and resharded. The
+unit counts its calls for these decisions. ``Unit.handles`` has the unit's flat parameters.
 
 [Note: several modules]
 Coalescing joins small neighbouring modules into one unit. The first call of any of these modules
@@ -37,8 +37,8 @@ class Phase(enum.Enum):
     """The part of a step that a unit is in (``Unit.phase``).
 
     A backward may run inside a forward (to compute forces, for example). Then the unit moves from
-    FORWARD to BACKWARD, and back to FORWARD if the backward fails. While activation checkpointing
-    runs a forward again inside backward, the unit stays in BACKWARD.
+    FORWARD to BACKWARD, and its next call moves the unit to FORWARD again. While activation
+    checkpointing runs a forward again inside backward, the unit stays in BACKWARD.
     """
 
     IDLE = "IDLE"
@@ -78,7 +78,7 @@ class Call:
     # Autograd's number for the next graph node when the call began. -1: not recorded.
     first_node: int = -1
     # Whether the call's forward runs under flatshard's saved-tensor hooks, or in an activation
-    # checkpoint. Then backward may read views after it has computed all parameters' gradients.
+    # checkpoint. If so, backward may read views of buffers even after the last parameter gradient.
     has_hooks: bool = True
     # If the forward runs without hooks: the versions, at the end of the forward, of the unsharded
     # buffers that backward reads through saved views.
@@ -114,7 +114,7 @@ class Unit:
         # The unit's flat parameters: one for each combination of dtype and `requires_grad`, and in
         # the root unit also one for each large parameter. Empty if the unit owns no parameter.
         self.handles: list[FlatParamHandle] = []
-        # The flat parameters that backward reads. The others contain only embedding tables.
+        # The flat parameters that backward reads: all that contain more than embedding tables.
         self.for_backward: list[FlatParamHandle] = []
         # The keys are the unit's modules. The values list each flat parameter with the places
         # (submodule, attribute name) of its original parameters inside of the module.
@@ -127,9 +127,9 @@ class Unit:
         self.is_root, self.is_summoned = True, False  # summoned: inside of `summon_full_params`
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
-        # Counts of loads, keyed by name in messages: how often each state dict or checkpoint was
-        # loaded, and each parameter was written through a tensor of a state dict. The counts must
-        # be the same on all ranks.
+        # How often each state dict or checkpoint was loaded, and how often each parameter was
+        # written through a tensor of a state dict. The counts must be the same on all ranks. The
+        # keys describe the load in error messages.
         self.loads: Counter[str] = Counter()
         # Checksum of `loads`. Each backward compares this number between ranks. Only if it differs,
         # the ranks exchange `loads`, to name the difference.
@@ -315,8 +315,8 @@ class Unit:
 
         Otherwise a ``SavedView`` is saved, and backward unshards the unit again to read the table.
         """
-        # Copy for the root unit: if one rank uses a table in another operation than a lookup (a
-        # tied output layer), only this rank's backward would unshard the table, and deadlock.
+        # The root unit saves copies. If one rank uses a table in another operation than a lookup (a
+        # tied output layer), only this rank's backward would unshard the table: a deadlock.
         return self.is_root and self.reshards_after_forward and handle.is_lookup
 
     def reshard(
@@ -343,15 +343,15 @@ class Unit:
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
                 # In backward, a recomputed forward may have saved views of the buffer, which are
-                # read later. So the buffer keeps its memory as long as views exist. Without saved-
-                # tensor hooks, a retained graph has views too, but reads only after an all-gather.
+                # read later. So the buffer keeps its memory as long as views exist. A graph made
+                # without saved-tensor hooks has views too, but reads them after an all-gather.
                 may_be_viewed = handle.had_views or self.forward.saved.has_hooks
                 in_backward = point is ReshardPoint.AFTER_BACKWARD
                 handle.reshard(though_viewed=not (in_backward and may_be_viewed))
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
-                # Finish the all-gather, which reads the shard, before an optimizer may write it.
+                # Finish the all-gather, which reads the shard: an optimizer may write there next.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward
@@ -396,8 +396,8 @@ class Unit:
     def begin_model_backward(self) -> None:
         """Forget what the last backward counted, and prepare the parameters' ``.grad``.
 
-        Unreduced gradients move from ``.grad`` back to ``Gradients``, which adds those of this
-        backward. Otherwise autograd would add new gradients in place, to tensors of the program.
+        Removes unreduced gradients from ``.grad``: otherwise autograd would add new gradients to
+        them in place, in tensors of the program. ``Gradients`` keeps them, and adds new gradients.
         """
         self._outstanding_inputs.clear()
         self._ends_unseen = False
@@ -408,7 +408,6 @@ class Unit:
                 handle.check_places()
                 handle.count_trainable()  # not done yet if this rank skipped the unit in forward
             handle.grads.arrived.clear()
-            # Unreduced gradients stay in `handle.grads`, and backward adds to them there.
             if handle.grads.shown or ASSIGNED:
                 handle.grads.take_all_back()
             if handle.is_whole:

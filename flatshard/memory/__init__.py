@@ -32,8 +32,8 @@ class BufferMemory:
     itself, and is never freed.
     """
 
-    # Memory for this rank's shard, `(shard_numel,)`, for all ranks to map into their buffers. None:
-    # the shard has separate memory.
+    # Place of this rank's shard, `(shard_numel,)`, if all ranks map it into their buffers.
+    # None: the shard has separate memory.
     shard: Tensor | None = None
     # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing.
     shows_shards = False
@@ -95,11 +95,11 @@ def prepare_allocator() -> None:
 
 
 class BufferCache:
-    """Makes 1-D tensors for results, such as reduced gradients, in the last one's unused memory.
+    """Makes 1-D tensors for results (reduced gradients, for example), and reuses their memory.
 
     ``new``: function that allocates a tensor, given a number of elements and a dtype. None: torch
-    allocates tensors, and only large CPU tensors are cached: glibc would return their memory to the
-    operating system.
+    allocates tensors, and only large CPU tensors are cached, because glibc would return the memory
+    of these tensors to the operating system.
     """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
@@ -116,7 +116,7 @@ class BufferCache:
             self.give_back()
         make = self._new
         new = make(numel, dtype) if make else torch.empty(numel, dtype=dtype, device=device)
-        # Do not cache a smaller tensor: the allocator itself reuses its memory.
+        # Do not cache a tensor below the limit: the allocator itself reuses the tensor's memory.
         is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
         if self._kept is not None or not (is_worth_it or make):
             return new
@@ -130,7 +130,7 @@ class BufferCache:
 
 
 def num_uses(tensor: Tensor) -> int:
-    """Return the number of references to a tensor's storage, with one made by this function."""
+    """Return how many references a tensor's storage has, including one that this call makes."""
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
@@ -142,7 +142,7 @@ _ALONE = num_uses(torch.empty(1))
 
 
 class OffloadTarget:
-    """Where shards, gradients and optimizer state are between uses: here, on the device."""
+    """Where shards, gradients or optimizer state are between uses. Base class: the device."""
 
     is_device = True
 
@@ -254,11 +254,11 @@ def checksum(tensor: Tensor) -> Checksum:
     factors = _factors(words.device)
     num_tabled = words.numel() // _ROW * _ROW
     table, rest = words[:num_tabled].view(-1, _ROW), words[num_tabled:]
-    # Random factors: (0, 1, 1, 0) and (1, 0, 0, 1) have equal sums, also if each element is
-    # multiplied by its index. Few rows at once, because the products need memory.
+    # Factors are random, because with indices as factors, (0, 1, 1, 0) and (1, 0, 0, 1) would have
+    # equal sums. Multiply few rows at once, because the products need memory.
     num_rows = min(1 + len(table) // 64, 8 if words.is_cpu else 128)
     sums = torch.empty(len(table) + 1, dtype=torch.int64, device=words.device)
-    # Keep no result of a part: glibc could not reuse the memory of the products below the result.
+    # Write into `sums`: glibc could not reuse the products' memory below a new tensor of sums.
     for out, rows in zip(sums[:-1].split(num_rows), table.split(num_rows), strict=True):
         out.copy_((rows * factors).sum(1))
     sums[-1] = (rest * factors[: rest.numel()]).sum()

@@ -132,7 +132,7 @@ def _first_float(values: Iterable[Any]) -> torch.dtype | None:
 
 
 def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection[int]) -> None:
-    """Cast the floating point buffers of modules, once. State dicts keep the original dtypes."""
+    """Cast the floating point buffers of modules. State dicts keep the original dtypes."""
     # Record the dtypes before any buffer is cast, because modules may share a buffer.
     for module, dtype in wanted.items():
         own = {
@@ -166,7 +166,7 @@ def _give_own_dtypes(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 
 # torch's optimizers that do not work if gradients have another dtype than the parameter
-# (MixedPrecision(keep_low_precision_grads=True)): they raise, or keep state in that dtype.
+# (MixedPrecision(keep_low_precision_grads=True)): they raise, or keep state in the gradient dtype.
 _NEED_SAME_DTYPE = set("Adafactor Adam AdamW Adamax LBFGS Muon NAdam RAdam Rprop".split())
 
 
@@ -187,7 +187,7 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 def check_dtype(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter
 ) -> None:
-    """Raise if an optimizer cannot step a gradient in another dtype than the parameter."""
+    """Raise if gradient and parameter differ in dtype, and the optimizer does not support this."""
     if (grad := param.grad) is None or grad.dtype == param.dtype:
         return
     # Find the class that defines `step`, because a subclass may have a `step` that works.
