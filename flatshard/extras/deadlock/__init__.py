@@ -1,13 +1,13 @@
 """Extra: detects a deadlock of ranks, makes the deadlocked ranks raise, and logs long waits.
 
-Used by default if this folder is installed. Without this folder, ranks in different small exchanges
-of flatshard still raise (see ``HostExchange``). But ranks in different collectives wait until the
-process group's timeout, and errors do not name lines of the program.
+Used by default if this folder is installed. Without this folder, ranks that are in different
+exchanges of small values still raise (see ``HostExchange``). But ranks in different collectives
+wait until the process group's timeout, and errors do not name lines of the program.
 
 In each process, a thread (``Watchdog``) checks about once a second all waits for collectives, on
-the host and on the GPU. The thread logs a wait of ``PATIENCE_SECONDS`` on the host once (logger
-``flatshard``, level WARNING), with the line of the program and the ranks that report no wait. The
-thread ends a wait only if the wait would certainly never end (see ``detector.py``).
+the host and on the GPU. If a wait on the host lasts ``PATIENCE_SECONDS``, the thread logs the wait
+once (logger ``flatshard``, level WARNING), with the line of the program and the ranks that report
+no wait. The thread ends a wait only if the wait would certainly never end (see ``detector.py``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from flatshard.extras.deadlock import detector, gpu, program
 from flatshard.extras.deadlock.detector import Deadlock
 from flatshard.extras.deadlock.program import UNKNOWN, BlockedWait, OwnWait
 
-# Minimum durations of waits that are logged: of all waits, and of waits in the constructor of a
-# wrapper. If another rank uses another wrapper (DDP), only this rank's log tells the user.
+# Minimum durations of waits that are logged: in general, and in the constructor of a wrapper. The
+# second is short: if another rank uses DDP, only this rank's log tells the user about the mistake.
 PATIENCE_SECONDS, MEETING_SECONDS = 60.0, 10.0
 
 _REMEDY = (
@@ -174,11 +174,11 @@ def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
 
 def tell_of_end() -> None:
     """Install exit hooks that tell the other ranks how the user's program ended."""
-    # Exit handlers of libraries may take long. For an uncaught exception, Python calls
-    # `sys.excepthook` before the exit handlers.
+    # Report an uncaught exception in `sys.excepthook`, which Python calls before the exit handlers:
+    # exit handlers of libraries may take long.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
-    # Python runs the exit handler first that was registered last.
+    # Register `_tell` again, because Python runs the last registered exit handler first.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit() or the end of its program")
 

@@ -51,8 +51,8 @@ _ENDED = -1  # value of ``_Report.wait`` after the program has ended
 FIRST_LOOK_SECONDS = 3.0
 # Shortest and longest time between checks of a wait.
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
-# Of the ranks for which a rank waits, the maximum number whose reports are read. One report is
-# enough to prove a deadlock.
+# A rank may wait for many ranks, but reads the reports of at most this number of them. One report
+# is enough to prove a deadlock.
 _ASKED = 16
 _READ = 4 * _ASKED  # maximum number of reports that a rank reads in a check
 # After a finding about a collective of the user's program, a rank stays in its wait for this number
@@ -94,7 +94,7 @@ class _Report(NamedTuple):
 
     def to_json(self) -> str:
         need = self.need
-        # If a report names more than `_ASKED` ranks, the rank waits for all ranks of the group.
+        # Shorten the list: a list of more than `_ASKED` ranks stands for all ranks of the group.
         need = WaitCondition(need.group, str(need.kind), need.number, need.ranks[: _ASKED + 1])
         return json.dumps(self._replace(need=need))
 
@@ -160,8 +160,8 @@ class Deadlock:
             # ranks fail, and need the reason.
             finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # A launcher kills all ranks after the first error. In a collective of the program,
-            # other ranks get an error without the reason, and must log the finding before.
+            # A launcher kills all ranks after the first error. In a collective of the program, the
+            # errors of other ranks lack the reason: let these ranks log the finding first.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
@@ -210,8 +210,8 @@ class Deadlock:
                 problem = _tell(store, reason, _all_begun()).text
                 _logger.error("%s", problem)
                 # `make_error` makes the next collective raise. But the main thread may wait forever
-                # for the GPU before the next collective, so raise there now. Do this before setting
-                # `make_error`: otherwise the main thread could raise twice.
+                # for the GPU before this collective, so let the thread raise now. Set `make_error`
+                # afterwards: otherwise the main thread could raise twice.
                 gpu.end_waits(threading.main_thread().ident or 0, gpu.with_trace(problem), now)
                 history.make_error = partial(gpu.own_error, problem)
 
@@ -287,7 +287,7 @@ def explain(wait: BlockedWait) -> str | None:
 
 def _why(need: WaitCondition) -> str | None:
     store = default_store()
-    # Also take findings about earlier waits: another rank may have ended there.
+    # Also take findings about earlier waits: another rank may have ended in such a wait.
     found = _told(store, need, is_exact=False) or _reason(need, _reports_for(need, store))
     return found and found.text
 
@@ -325,7 +325,7 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
 
 
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
-    """Return a finding if an NCCL collective of the program was matched with one of the model.
+    """Return a finding if NCCL matched a collective of the program with one of the model.
 
     NCCL matches the n-th collective of a rank in a process group with the n-th of every other rank.
     """
@@ -427,7 +427,7 @@ def _in_words(stuck: _Reports) -> str:
 
 
 def default_store() -> Any:
-    """Return the store with the names under which this rank publishes."""
+    """Return the default group's store, with a prefix for this rank's present default group."""
     world: Any = dist.group.WORLD
     if world is not None and world not in _stores:
         store = world.get_group_store()

@@ -43,9 +43,8 @@ from flatshard.extras.deadlock.program import BlockedWait, others
 
 ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
 
-# Names of functions that may wait for the GPU: all of torch, and conversions such as
-# `float(tensor)`. Names of functions with which other libraries wait for something else (`sleep`,
-# `recv`) are removed.
+# Names of functions that may wait for the GPU: all functions of torch, and conversions such as
+# `float(tensor)`. Names that other libraries use for other waits (`sleep`, `recv`) are removed.
 _WAITING_CALLS = {*dir(torch.Tensor), *dir(torch), *dir(torch._C), "synchronize", "wait"}
 _WAITING_CALLS |= {"float", "int", "bool"}
 _WAITING_CALLS -= {"select", "poll", "sleep", "acquire", "join", "get", "put", "read", "recv"}
@@ -184,10 +183,10 @@ def _raise_in_thread(thread: int, text: str, since: float) -> None:
 
 
 def with_trace(text: str) -> str:
-    """Write the file of torch's flight recorder if asked for; return ``text`` with its name.
+    """Write torch's flight recorder to a file, if the user has set the file's name.
 
-    Torch itself writes the file only if a collective times out, but deadlock detection aborts the
-    collective before.
+    Returns ``text`` with the file's name. Torch itself writes the file only when a collective times
+    out, but deadlock detection aborts the collective earlier.
     """
     prefix = next(filter(None, map(os.environ.get, _TRACE_PREFIXES)), "")
     if prefix and _incomplete():
@@ -261,7 +260,7 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
         dump: Any = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
         dumped = json.loads(dump(True, True))
         # The keys of "pg_status" number the NCCL groups in the order of their creation, including
-        # destroyed groups. Incomplete operations in the flight recorder name their groups.
+        # destroyed groups. The entries (incomplete operations) have the key and the group's name.
         name_of = {str(one["pg_id"]): one["process_group"][0] for one in dumped.get("entries", ())}
         # Without entries, all collectives are complete, or the recorder is off. Then use the keys
         # as indices into `groups`. The indices are wrong if a group was destroyed.

@@ -6,12 +6,12 @@ frame of ``torch.distributed``, whose local variables contain the process group 
 collective can be found without patching torch.
 
 To compare ranks, each collective needs a number that is the same on all ranks. Torch's flight
-recorder numbers the collectives of each gloo group. (The group's sequence number is useless: it
-also counts sends and receives, which differ between ranks.) A wait in a collective without a record
-is ignored.
+recorder numbers the collectives of each gloo group. (The group's sequence number also counts sends
+and receives, which differ between ranks.) A wait in a collective without a record is ignored.
 
-If a group has no record at all, a rank publishes the sequence number, which is never smaller than
-the recorder's number. So deadlock detection may miss a deadlock, but never ends a wait wrongly.
+If a group has no record at all, a rank publishes the sequence number as the number of collectives
+that the rank has begun. This is an upper bound, so deadlock detection may miss a deadlock, but
+never ends a wait wrongly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Extra: finds unseen writes to tensors on an accelerator, without waiting for the accelerator.
+"""Extra: finds writes to accelerator tensors that do not change the tensors' versions.
 
 A write through ``p.data``, or a collective of the program, does not change a tensor's version. On
 CPUs, the core finds such writes by reading some values. On an accelerator, this extra compares the
@@ -45,7 +45,7 @@ def _few_words(tensor: Tensor) -> Tensor:
 
 
 def _copy_differences(of: Sequence[Any], differ: Sequence[Tensor]) -> Callable[[], list[Any]]:
-    """Start to copy to the host which values of the objects ``of`` differ, without waiting.
+    """Start to copy the bool tensors ``differ``, one for each object in ``of``, to the host.
 
     Returns a function that waits until the results are on the host, and returns the objects that
     differ.
@@ -82,7 +82,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
         # that the program has written since the first forward, and flat parameters whose version a
         # forward has changed.
         self._written: set[FlatParamHandle] = set()
-        # Whether all values are compared, and the values before the unit's latest forward.
+        # For each flat parameter: whether all values are compared, and the values before forward.
         self._values: dict[FlatParamHandle, tuple[bool, Tensor]] = {}
         # Which of the compared values the current forward has changed, as bool tensors.
         self._compared: list[tuple[FlatParamHandle, Tensor]] = []
@@ -247,7 +247,7 @@ class StateWrites(WriteThrough):
             self._mark(self._unread.pop(0)())
         watched = [given for given in some if given in self._values]
         for given in watched:
-            # If the version shows the write, `super().take_over` below copies it to the shard.
+            # The version shows this write, so `super().take_over` below copies the values.
             if given.copy._version != self._values[given][0]:
                 self._keep(given)
         # Python may free a tensor in any thread. In a thread of the deadlock detection, do not wait

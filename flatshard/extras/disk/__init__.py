@@ -146,7 +146,7 @@ class DiskMemory(OffloadTarget):
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` (dense in memory), or a copy in a file if ``tensor`` is in memory."""
+        """Return the dense ``tensor`` if it is in a file, otherwise a copy that is in a file."""
         return self._copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def is_on_disk(tensor: Tensor) -> bool:
 def state_disk(param: Any) -> DiskMemory | None:
     """Return the disk that keeps a parameter's optimizer state, or None if no disk does."""
     if not isinstance(param, FlatShardTensor):
-        # Each optimizer step calls this function for each parameter, and the lookup is slow.
+        # Skip the slow lookup if possible: each step calls this function for each parameter.
         return _state_disks.get(param) if _state_disks else None
     target = param.spec.state_target
     return target if isinstance(target, DiskMemory) else None
@@ -252,7 +252,7 @@ class DiskSteps(adapter.OptimizerExtension):
         """Move new state of the stepped ``params`` to the disk, and release their memory pages."""
         for param in params:
             storage = state_disk(param)
-            # The state of a sharded parameter is created on the disk.
+            # Skip sharded parameters, whose state is created on the disk.
             if storage is not None and not isinstance(param, FlatShardTensor):
                 storage.take_state(optimizer.state.get(param, {}), param.shape)
         DiskMemory.page_out(*_tensors(optimizer, params))
@@ -365,9 +365,9 @@ def _bytes_per_element(
     )
 
 
-# Imported when the first model with `CPUOffload(path=...)` is wrapped.
+# This module is imported when the first model with `CPUOffload(path=...)` is wrapped.
 _steps = DiskSteps()
 adapter.extensions.append(_steps)
-# torch runs this global hook after the optimizer's own hooks. One of these, flatshard's hook, puts
-# the sharded parameters and the state back first.
+# torch runs this global hook after the optimizer's own hooks, so after flatshard's own hook, which
+# puts the sharded parameters and the state back.
 register_optimizer_step_post_hook(_after_step)

@@ -71,7 +71,7 @@ class OutOfForwardUse(ParamOwner):
     def bring_back(self, spec: ShardSpec) -> bool:
         handle = self._handles[spec]
         # Backward does not unshard flat parameters that have only embedding tables, because the
-        # backward of a lookup does not read the table. But here, another operation reads a table.
+        # backward of a lookup does not read the table. But this other operation reads the table.
         is_backward = handle.unit.phase is Phase.BACKWARD and self._backward.is_running
         if handle.is_lookup and is_backward:
             self._backward.unshard_again(handle.unit)
@@ -87,14 +87,14 @@ class OutOfForwardUse(ParamOwner):
 
         Returns NotImplemented for the cases that the caller handles: a sharded argument is an
         unreduced gradient, was computed from random numbers, or belongs to another model, or
-        ``func`` writes to it in a forward. Raises RuntimeError if ``func`` writes to another full
-        tensor.
+        ``func`` writes to it in a forward. Raises RuntimeError if ``func`` writes to a full tensor
+        that is not its first argument.
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
         writes = _writes(func, args)
-        # Between steps, also read what was computed with plain tensors, such as the new value of a
-        # target network. If the plain tensors differ between ranks, `full_tensor` raises.
+        # Between steps, also accept sharded tensors that were computed with plain tensors, such as
+        # a target network's new value. `full_tensor` raises if plain tensors differ between ranks.
         most = Source.GRADIENTS if writes or self._state.is_running else Source.OTHER
         for t in sharded:
             if t.shard_origin.source > most or t in UNREDUCED:
@@ -259,7 +259,7 @@ class GatheredView(Tensor):
     """
 
     of: FlatShardTensor  # the sharded tensor that the view shows
-    version: int  # of the shard in the view
+    version: int  # version of the shard when the view was made
 
     @classmethod
     @untraced

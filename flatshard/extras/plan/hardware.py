@@ -51,7 +51,7 @@ class Device:
         memory_rate: bytes per second that kernels read and write.
         memory_bytes: memory of the device.
         is_gpu: whether the device is a GPU, so that operators run as GPU kernels, and NCCL runs the
-            collectives. On a CPU, gloo runs them, and copies all bytes before sending.
+            collectives. On a CPU, gloo runs the collectives, and copies all bytes before sending.
     """
 
     flops: float
@@ -100,7 +100,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, and the links between them. ``plan`` explains ``per_node`` and the links."""
+    """Devices and their links. ``plan`` explains ``per_node``, ``node_link`` and ``link``."""
 
     device: Device
     per_node: int = 8

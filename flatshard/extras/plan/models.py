@@ -1,4 +1,4 @@
-"""``read_spec``: finds the function that builds the model that a text names."""
+"""``read_spec``: returns the function that builds a model, from a path or a function's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Checkpointing = Literal["none", "block", "selective"]
 
 
 def language_step(batch: int, seq: int) -> Step:
-    """Return the step of a language model, which predicts ``batch`` times ``seq`` tokens."""
+    """Return the ``step`` of a language model: run ``(batch, seq)`` tokens, and return the loss."""
 
     def step(model: nn.Module) -> Tensor:
         tokens = torch.zeros(batch, seq, dtype=torch.long)
@@ -39,7 +39,7 @@ def language_step(batch: int, seq: int) -> Step:
 
 
 def read_spec(spec: str) -> Callable[[], Any]:
-    """Return the function that builds the model that ``spec`` names.
+    """Return the function that builds the model named by ``spec``.
 
     ``spec`` is the path of a Hugging Face ``config.json``, or ``package.module:function``. The
     function returns a model, or a tuple of a model and its step.

@@ -21,10 +21,10 @@ from flatshard.extras.plan.models import Checkpointing, Step
 from flatshard.extras.plan.shards import FlatMemory, Held, plan_flats
 from flatshard.extras.plan.trace import Mark, Op, StepTrace, trace
 
-# Gradients of at least this size are copied into the buffer immediately, not only when the flat
-# parameter is complete. ``engine.gradients`` has the same threshold.
+# Gradients of at least this size are copied into the buffer immediately. Smaller gradients are
+# copied when the flat parameter has all gradients. ``engine.gradients`` has the same threshold.
 _COPIED_BYTES = 1 << 20
-# Categories of gradients and of the buffers of reductions.
+# Categories of memory that are added up as "gradients" in ``Outcome.highest``.
 _GRADIENTS = "gradients", "reduction", "temporary"
 
 
@@ -89,8 +89,8 @@ class Replay:
         entered, inputs = ([m.unit for m in marks if m.what == one] for one in ("enter", "input"))
         self.order = list(dict.fromkeys(entered))  # units in the order of forward
         self._inputs = Counter(inputs)  # for each unit: number of inputs that need a gradient
-        # The memory limit of ``engine.reduce_queue``. On a CPU, reductions get half the limit,
-        # because a reduction needs memory to send and to receive.
+        # The memory limit of ``engine.reduce_queue``. On a CPU, the engine counts a reduction twice
+        # (memory to send and to receive). Here, half the limit has the same effect.
         at_once = [[flat] for flat in flats] if self._on_gpu else self.of_unit.values()
         self._max_in_flight = (1 + self._on_gpu) * max(map(_gradient_bytes, at_once), default=0)
         self._reducing: list[FlatMemory] = []  # flat parameters whose reduction runs
@@ -133,7 +133,7 @@ class Replay:
     # ------------------------------------------------------------ a step
 
     def run(self) -> Outcome:
-        """Replay three steps, the first without optimizer state; return the last one's outcome."""
+        """Replay three steps. Returns the peak of all, and the last step's time and traffic."""
         for _ in range(3):
             self.outcome.compute_seconds, self.outcome.sent_bytes = 0.0, [0.0, 0.0]
             self.clock = self._link_free = 0.0
@@ -166,7 +166,7 @@ class Replay:
                 category = "activations" if event.block in self._saved else "temporary"
                 live[event.block] = self.allocate(self.trace.sizes[event.block], category)
             elif event.what == "free":
-                # If the block was a parameter's gradient, `receive` has removed it from `live`.
+                # The mark "gradient" has already removed a parameter's gradient from `live`.
                 self.free(live.pop(event.block, None))
             elif event.what == "gradient":
                 self.receive(event.unit, live.pop(event.block))
@@ -253,7 +253,7 @@ class Replay:
     def receive(self, index: int, block: Held) -> None:
         """Take the complete gradient of one parameter of the flat parameter ``index``."""
         flat = self.flats[index]
-        # With gradient accumulation, the gradient is added to the gradient of an earlier backward.
+        # False under gradient accumulation, if an earlier backward has already filled the slot.
         is_new = flat.arrived == len(flat.slots)
         is_kept = is_new and (flat.is_single or block.nbytes < _COPIED_BYTES)
         flat.arrived += 1
@@ -266,7 +266,7 @@ class Replay:
             if self.syncs:
                 self._reduce(flat)
             self.end_unit(flat.unit)
-        if not is_kept:  # `Backward.receive` refers to the gradient until the reduction has begun
+        if not is_kept:  # free late: `Backward.receive` keeps the gradient until reduction begins
             self.free(block)
 
     def end_unit(self, unit: int) -> None:

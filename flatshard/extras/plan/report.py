@@ -37,7 +37,7 @@ DTYPES = {
 CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
 
 _CHECKPOINTS = ("none", "selective", "block")
-# Options with names to choose from.
+# Options that users choose by name, and the objects that the names stand for.
 _NAMES: dict[str, Any] = {"device": DEVICES, "dtype": DTYPES, "optimizer": OPTIMIZERS}
 _CHOICES = {**_NAMES, "checkpoint": _CHECKPOINTS, "strategy": STRATEGIES}
 # Categories of memory in the order of the table. All other categories count as temporary.

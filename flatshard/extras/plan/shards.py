@@ -33,8 +33,8 @@ class FlatMemory:
         gathered_bytes: bytes of the unsharded parameters in the compute dtype; 0 if the shard
             contains all parameters in the compute dtype.
         whole_gradient_bytes: bytes of the unsharded gradients in the reduce dtype.
-        crossing_bytes: bytes of the gradients after the first stage of a reduction, within a node
-            for HYBRID strategies, and otherwise over all ranks.
+        crossing_bytes: bytes of the gradients after the first stage of a reduction, which is a
+            reduce-scatter over ``gather_size`` ranks.
         reduced_bytes: bytes of the gradients after the reduction over all ranks.
         secondary_bytes: bytes of the secondary shard, kept between forward and backward, from which
             backward unshards the unit.
@@ -42,15 +42,15 @@ class FlatMemory:
         is_lookup: whether all parameters are embeddings, which backward does not read.
         is_single: whether the flat parameter is a single parameter without padding.
         gather_size, regather_size: numbers of ranks in an all-gather of forward, and of backward.
-        replicas: number of ranks with the same shard, or in the second stage of a reduction.
+        replicas: number of ranks in the second stage of a reduction.
         source: copy of the shard in the compute dtype, while an all-gather sends the copy.
         ends: time at which the current all-gather ends.
         is_stale: whether the optimizer has changed the shard, but ``unsharded`` has old values.
         arrived: number of gradients that this backward has computed.
-        slots: for each gradient that has arrived, its memory; None if it was copied to ``buffer``.
+        slots: the memory of each arrived gradient; None for gradients copied to ``buffer``.
         buffer: memory from which all gradients are reduced. ``result``: reduced gradients.
         sent: buffers that are freed when the running reduction ends, at the time ``reduced_at``.
-        crosses: whether the second stage, over the replicas, has not begun yet.
+        crosses: whether the reduction must still begin its second stage, over the replicas.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FlatMemory:
     ) -> None:
         layout, placement = plan.layout, unit.settings.placement
         num_shards, per_node = layout.world_size, unit.settings.ranks.ranks_per_node or 1
-        # With HYBRID strategies, only the ranks of a node take part in an all-gather.
+        # With `over_all`, shards are split over all ranks, but all-gathers run within a node.
         self.gather_size = per_node if placement.over_all else num_shards
         self.compute_dtype = plan.precision.unsharded_dtype(plan.dtype)
         self.name, self.unit, self.placement = unit.name, unit.number, placement

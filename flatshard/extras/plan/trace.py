@@ -59,8 +59,8 @@ class Mark(NamedTuple):
 
     - ``allocate`` and ``free``: the memory of ``block`` is allocated or freed.
     - ``enter`` and ``leave``: the forward of a module of ``unit`` begins or ends. After the mark
-      ``backward``, activation checkpointing recomputes this forward.
-    - ``input``: the module got an input that needs a gradient.
+      ``backward``, the forward is a recomputation by activation checkpointing.
+    - ``input``: a module of ``unit`` got an input that needs a gradient.
     - ``backward``: the backward begins.
     - ``enter backward``: the gradient of an output of ``unit`` is known.
     - ``leave backward``: the gradient of an input of ``unit`` is known.
@@ -127,8 +127,8 @@ class _Kernels(TorchFunctionMode):
         if func is F.dropout and kwargs.get("training", True) and not kwargs.get("inplace"):
             return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs["p"], True)[0]
         if func is F.rms_norm:
-            # CUDA's fused RMSNorm saves the same tensors as the fused layer norm: the input, and
-            # one number per row. On fake tensors, torch would run five operators instead.
+            # On fake tensors, torch would run five operators. So use the fused layer norm, which
+            # saves the same tensors as CUDA's fused RMSNorm: the input, and one number per row.
             x, shape, weight = (*args, None)[:3]
             return torch.native_layer_norm(x, shape, kwargs.get("weight", weight), None, 1e-5)[0]
         return func(*args, **kwargs)
@@ -146,9 +146,9 @@ def _attention(
 ) -> Tensor:
     """Compute scaled dot-product attention with the kernel that torch would choose on CUDA.
 
-    Flash attention supports no masks, no float32, and no values of another width than the queries
-    (DeepSeek). The memory-efficient kernel supports these, but no grouped queries, so keys and
-    values are repeated.
+    Flash attention supports no masks, no float32, and no values that are wider or narrower than the
+    queries (as in DeepSeek). The memory-efficient kernel supports all three, but no grouped
+    queries. So for this kernel, keys and values are repeated.
     """
     if attn_mask is None and query.itemsize == 2 and query.shape[-1] == value.shape[-1]:
         flash = _aten._scaled_dot_product_flash_attention
@@ -188,7 +188,7 @@ class _Recorder(TorchDispatchMode):
     def observe(
         self, module: nn.Module, casts: UnitCasts, unit: PlannedUnit
     ) -> tuple[RemovableHandle, RemovableHandle]:
-        """Record when the forward and the backward of a module begin and end. Returns hooks."""
+        """Record when a module's forward and backward begin and end. Returns the hooks' handles."""
 
         def mark(what: str, *_: Any) -> None:
             self._trace.events.append(Mark(what, unit.number))
@@ -218,7 +218,7 @@ class _Recorder(TorchDispatchMode):
         return before, module.register_forward_hook(leave)
 
     def receive(self, flat: int, param: Tensor) -> None:
-        """Take the complete gradient of a parameter of the flat parameter ``flat``."""
+        """Record that a gradient is complete. ``flat``: index of the parameter's flat parameter."""
         assert param.grad is not None
         block = self._block_of[param.grad.untyped_storage()._cdata]
         self._trace.events.append(Mark("gradient", flat, block))
@@ -235,8 +235,8 @@ class _Recorder(TorchDispatchMode):
 
     def _free(self, key: int, block: int, _: object) -> None:
         del self._block_of[key], self._refs[key]
-        # Autograd adds real gradients in place if possible, but makes a new tensor for fake
-        # gradients. So let the sum take over the memory that is freed next.
+        # Autograd adds real gradients in place if possible, but fake ones into a new tensor. If an
+        # addend is freed next, record this before the sum's allocation, as for a sum in place.
         events, sizes, total = self._trace.events, self._trace.sizes, self._sum
         takes_over = total >= 0 and isinstance(events[-1], Op) and sizes[total] == sizes[block]
         events.insert(len(events) - 2 * takes_over, Mark("free", block=block))
@@ -264,8 +264,8 @@ class _Recorder(TorchDispatchMode):
             return out  # a view
         if packet is _aten.mkldnn_rnn_layer:
             # The last output is oneDNN's workspace for backward: about 15 numbers per element of
-            # the first output (measured). Its fake tensor is empty. In the trace for a GPU, this
-            # operator stands for cuDNN's, whose workspace is assumed to be as large.
+            # the first output (measured). The workspace's fake tensor is empty. In a trace for a
+            # GPU, this operator stands for cuDNN's: assume that cuDNN's workspace is as large.
             self._trace.sizes[-1] = 15 * outs[0].nbytes
         if (workspace := _WORKSPACE.get(name)) is not None:
             block = self._trace.allocate(workspace(*args), name)
@@ -285,9 +285,9 @@ class _Recorder(TorchDispatchMode):
         # take at most the size of the storage.
         nbytes = sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in (*ins, *outs))
         self._trace.events.append(Op(name, flops, nbytes, is_attention))
-        # If autograd has added two gradients, remember the memory block of the sum. The recomputed
-        # forward of a checkpoint runs in backward, too, but its additions are not of gradients.
-        # They run with gradients enabled, so do not remember these.
+        # If autograd has added two gradients, remember the memory block of the sum. Autograd adds
+        # with gradients disabled. Additions with gradients enabled are part of a forward that a
+        # checkpoint recomputes in backward.
         is_sum = func is _aten.add.Tensor and self.in_backward and not torch.is_grad_enabled()
         self._sum = self._block_of.get(out.untyped_storage()._cdata, -1) if is_sum else -1
         return out
@@ -298,7 +298,7 @@ def _strided(value: Any) -> list[Tensor]:
 
 
 def _with_gradients(value: Any) -> list[Tensor]:
-    """Return the tensors in ``value`` whose gradients autograd computes, without parameters."""
+    """Return the tensors in ``value``, except parameters, whose gradients autograd computes."""
     return [t for t in tensors_in(value) if t.requires_grad and not isinstance(t, nn.Parameter)]
 
 
@@ -357,12 +357,12 @@ def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 def _emptied(
     module: nn.Module, dtypes: Mapping[Any, torch.dtype]
 ) -> Iterator[dict[Tensor, Tensor]]:
-    """Replace the tensors of a module by tensors without values, until the block ends.
+    """Inside the context, replace the tensors of a module by tensors without values.
 
-    At the end of the block, all attributes of the module have their old values.
+    At the end of the context, all attributes of the module get their old values back.
 
     Yields the new tensors, keyed by the tensors that they replace. In a ``FakeTensorMode``, the new
-    tensors are fake tensors. ``dtypes``: the dtypes of parameters that are cast.
+    tensors are fake tensors. ``dtypes``: dtypes of the new tensors, if different from the old ones.
     """
     made: dict[Tensor, Tensor] = {}
 
@@ -387,7 +387,7 @@ def _emptied(
 
 
 def _restore(place: dict[str, Any], before: dict[str, Any]) -> None:
-    # Also drop what the step has added: checkpoints (`forward`), and fake tensors that it kept.
+    # Clear first, to drop new attributes: the `forward` of a checkpoint, and kept fake tensors.
     place.clear()
     place.update(before)
 
@@ -427,7 +427,7 @@ _NEEDS_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOut
 # Names of functions of torch and transformers that read the values of tensors. Fake tensors have no
 # values. So while a step is traced, the function on the right runs instead.
 _STAND_INS: dict[str, Any] = {
-    # This function raises an error if a tensor has invalid values. Assume that all are valid.
+    # This function raises an error if a tensor has invalid values. Assume valid values.
     "torch._check_tensor_all_with": lambda *_: None,
     # This function says whether a mask of `nn.Transformer` is causal. Assume that every mask is
     # causal, because most masks are.
@@ -490,8 +490,8 @@ def trace(
             )
         recorder.in_backward = True
         found.events.append(Mark("backward"))
-        # `loss.backward()` would turn `_Kernels` off during backward. But checkpoints recompute
-        # forwards there, and must choose the same kernels.
+        # `loss.backward()` would turn `_Kernels` off. But checkpoints recompute forwards during
+        # backward, and these forwards must choose the same kernels.
         torch.autograd.Variable._execution_engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), True, True
         )

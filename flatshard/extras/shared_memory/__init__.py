@@ -40,7 +40,7 @@ from flatshard.memory import BufferMemory
 from flatshard.options import OffloadError, TransportOptions
 from flatshard.units.layout import PAGED_BYTES, as_bytes
 
-# Offset of the tags of reduce-scatters, because all-gathers of a flat parameter have the same tag.
+# Added to a reduce-scatter's tag, because the flat parameter's all-gathers have the same tag.
 _REDUCING = peer_memory.TAGS // 2
 # Number of elements to read and add at a time. So few elements stay in the CPU's cache.
 _PIECE_NUMEL = 1 << 16
@@ -60,8 +60,8 @@ class SharedMemoryTransport(transports.Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # For each tag: the arguments of a wait until all ranks have read this rank's latest data.
-        # Before this rank publishes other data under the tag, it must complete this wait.
+        # For each tag: the awaited `TAKE` records of the other ranks, which say that they have read
+        # this rank's latest data. Before publishing other data, this rank waits for the records.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 

@@ -127,7 +127,7 @@ class PeerProcess:
 class Awaited:
     """A wait for a record in another rank's mailbox. Has the interface of ``dist.Work``.
 
-    The wait for a ``TAKE`` also ends if the process has ended, because then it reads no more data.
+    The wait for a ``TAKE`` also ends if the process ends, which then reads no more data.
     """
 
     # Contents of the record: valid after the record has arrived.

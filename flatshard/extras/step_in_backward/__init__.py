@@ -226,7 +226,7 @@ class SteppedInBackward(StepExtension):
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
-        """Raise, on all ranks, if a rank stepped one of ``units`` before its last gradients."""
+        """Raise, on all ranks, if a rank had stepped one of ``units`` before the late gradients."""
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
                 raise _got_more(unit_text(unit.name))
