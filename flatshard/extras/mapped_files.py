@@ -29,7 +29,7 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
     ``reserve``: whether to allocate all memory now, so that later writes cannot run out of memory.
     """
     try:
-        # With sysctl vm.memfd_noexec=2, systems refuse to make files that could be executed.
+        # The flag is needed with sysctl vm.memfd_noexec=2, which forbids executable files.
         number = os.memfd_create("flatshard", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError:
         number = os.memfd_create("flatshard")  # before Linux 6.3 the flag does not exist
@@ -65,7 +65,7 @@ def create_mapped(target: OffloadTarget, nbytes: int) -> tuple[int, mmap.mmap]:
 
     Returns the descriptor and the mapping.
     """
-    # Only a target on disk (`DiskMemory` of the extra `disk`) has its own methods.
+    # Only a target on disk (`DiskMemory`, extra `disk`) has methods `create` and `mapped`.
     number = getattr(target, "create", create)(nbytes)
     try:
         return number, getattr(target, "mapped", mapped)(number, nbytes)

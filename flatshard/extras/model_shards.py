@@ -26,7 +26,7 @@ class ModelShards:
         self.parts = parts
         self._model, self.units = model, [part.unit for part in parts]
         self._handles = [handle for unit in self.units for handle in unit.handles]
-        # The ranks of the largest unit: some units train on fewer ranks.
+        # Use the unit with the most ranks, because some units train on only a part of the ranks.
         worlds = (unit.topology.world for unit in self.units)
         self.world = max(worlds, key=lambda one: one.size, default=ALONE)
 
@@ -53,7 +53,7 @@ class ModelShards:
     def replicas(self) -> dict[int, Communicator]:
         """Return, for each flat parameter, the ranks that hold the same shard as this rank.
 
-        The keys are the storages of this rank's shards (``_cdata``).
+        The key identifies the storage of this rank's shard (``_cdata``).
         """
         return {
             handle.flat_param.untyped_storage()._cdata: handle.topology.replicate

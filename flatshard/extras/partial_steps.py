@@ -45,7 +45,7 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 
 
 def step_parts(optimizer: Optimizer, parts: list[dict[str, Any]]) -> None:
-    """Step only the parameters in ``parts``, with bitwise the same results as ``step()``.
+    """Step only the parameters in ``parts``. Results are bitwise the same as those of ``step()``.
 
     The optimizer must be element-wise. Its hooks are not called. ``parts``: copies of parameter
     groups. Each copy has only consecutive parameters of the group: the optimizer steps neighbouring

@@ -49,8 +49,8 @@ def about(plan: ModelPlan) -> list[str]:
         )
     if offload.is_on and not offload.path and settings.device.type == "cpu":
         found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
-    # Read the topology of the root unit, not `settings.topology`, which may create process groups
-    # (with `allow_divergence=True`). That is collective, but this function runs only on rank 0.
+    # Read the topology of the root unit. With `allow_divergence=True`, `settings.topology` may make
+    # process groups, which is collective, but this function runs only on rank 0.
     num_shards = plan.units[-1].settings.topology.shard.size
     if settings.auto_wrap_policy is None and num_shards > 1 and not plan.sharded_before:
         if auto_wrap := default_extra("auto_wrap"):

@@ -29,8 +29,8 @@ MIN_UNIT_NUMEL = 250_000
 # Minimum number of elements of a module that is opened. In a module of this size, most children are
 # large enough to be units.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# If the root has too few elements, it takes over units of at most this number of elements. These
-# then stay unsharded throughout a step, which costs at most 4 MB of float32 for each unit.
+# If the root has too few elements, units of at most this number of elements move into the root. The
+# parameters then stay unsharded throughout a step: at most 4 MB of float32 for each unit.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
 # Blocks (repeated modules) that are too small for units stay in the root, if all of them together
 # have at most this number of elements. This costs at most 32 MB of float32.
@@ -48,7 +48,7 @@ _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class AutoUnits:
-    """Chooses the modules that become units. Parameters of no chosen module belong to the root."""
+    """Chooses the modules that become units. All other parameters belong to the root."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree

@@ -2,9 +2,9 @@
 
 Without this folder, ``ShardedWrapper.average_over()`` raises ``MissingExtraError``.
 
-The counts of all ranks travel in the exchange at the end of a backward, in 8 bytes per rank. Then
-each rank multiplies the reduced gradients, which are averages over ranks, by the number of ranks
-divided by the sum of the counts.
+All ranks exchange a few bytes at the end of each backward. The counts are part of this exchange: 8
+bytes per rank. Then each rank multiplies the reduced gradients, which are averages over ranks, by
+the number of ranks divided by the sum of the counts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def count(state: RunState, number: float | Tensor) -> None:
     if state.extension("average_over") is None:
         state.extend(AverageOver(state))
     # Queue the copy to the host now, before the kernels of backward. Then the end of backward waits
-    # only for the copy. A copy queued at the end would wait for the whole backward. Torch allocates
-    # pinned memory for a copy with `non_blocking`.
+    # only for the copy. A copy queued at the end would wait for the whole backward. Because of
+    # `non_blocking`, torch copies into pinned memory, and this line does not wait.
     host = given.to("cpu", torch.float64, non_blocking=True)
     event = torch.cuda.current_stream(given.device).record_event() if given.is_cuda else None
     state.extension("average_over").given = host, event
@@ -54,7 +54,7 @@ class AverageOver(StepExtension):
         self.given: Any = None  # the count for the next backward
         self._present: Any = None  # the count of the running backward
         self._earlier: list[Any] = []  # counts of earlier backwards that accumulated gradients
-        self._before: list[Any] = []  # the accumulated gradients before the running backward
+        self._before: list[Any] = []  # `_accumulated()` before the running backward
 
     def begin_backward(self) -> None:
         self._present, self.given, self._before = self.given, None, self._accumulated()
@@ -62,7 +62,7 @@ class AverageOver(StepExtension):
             extension.needs_gradients(_NAME)
 
     def _accumulated(self) -> list[tuple[int, int]]:
-        """Return values that change when a backward accumulates gradients."""
+        """Return values by which to see whether a backward has accumulated gradients."""
         slots = (slot for one in self._state.handles for slot in one.grads.slots.values())
         return [(id(slot), slot._version) for slot in slots]
 
@@ -110,7 +110,7 @@ class AverageOver(StepExtension):
             handle.grads.scale = world.size / (totals[world] or world.size)
 
     def _check(self, counts: dict[int, float]) -> None:
-        """Raise unless gradients can be divided by the sum of ``counts``. Its keys are ranks."""
+        """Raise if gradients cannot be divided by the sum of ``counts`` (keyed by rank)."""
         state = self._state
         problems = [
             f"rank {rank} passed " + ("no count" if one == _MISSING else f"the count {one}")
@@ -130,8 +130,8 @@ class AverageOver(StepExtension):
             )
 
     def end_backward(self, has_gradients: bool) -> None:
-        """Keep this backward's count until the gradients that it belongs to are reduced."""
+        """Keep the count of this backward until the gradients of this backward are reduced."""
         if has_gradients or self._accumulated() != self._before:
             self._earlier = [] if self._state.is_reducing else self._counts()
-        else:  # this backward computed gradients of inputs, for example, but of no parameter
+        else:  # no parameter got a gradient: keep the count for the next backward
             self.given = self._present

@@ -1,4 +1,4 @@
-"""Extra: moves parameters in a flat parameter, to keep each row, block or parameter on one rank.
+"""Extra: lays out flat parameters so that each row, block or parameter is on one rank.
 
 The option ``boundary`` of ``ShardedWrapper`` enables this extra. Without this folder, the option
 raises ``MissingExtraError``, except with the default ``"element"``.
@@ -65,7 +65,7 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
 
 
 def move_all(flats: Collection[FlatParamPlan], boundary: Boundary, name: str, first: int) -> None:
-    """Move the parameters of unit ``name``, so that no shard cuts a block. May raise ValueError."""
+    """Move parameters of unit ``name``: no shard may end inside a block. May raise ValueError."""
     for plan in flats:
         plan.layout = move(plan.layout, boundary, plan.dtype.itemsize, first)
         infos = {info.name: info for info in plan.infos}
@@ -127,8 +127,8 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Return the numbers of elements of which ``move`` tries multiples as shard lengths."""
-    # If two shard ends cut the same parameter, the shard length must be a multiple of its block.
+    """Return numbers of elements. ``move`` tries multiples of each number as shard lengths."""
+    # If two shard ends cut a parameter, the shard length must be a multiple of its block size.
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):
         joint = math.lcm(found[-1], block)
@@ -140,7 +140,7 @@ def _multiples(
 def _in_order(
     spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
-    """Return the parameters' positions in sequence, or None if shards are too short."""
+    """Return the parameters' starts, one after another, or None if ``shard_numel`` is too small."""
     starts, end = list[int](), 0
     for span, block in zip(spans, blocks, strict=True):
         start = _first_place(round_up(end, align), span.numel, block, shard_numel)

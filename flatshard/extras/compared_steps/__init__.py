@@ -1,8 +1,8 @@
 """Extra: finds ranks that step an optimizer with different options, or different numbers of times.
 
-When a step begins, each rank records the optimizer's options, and counts missing gradients. The
-ranks compare a digest of these records in the exchange at the end of the next backward, so no
-further message is needed. If the digests differ, the ranks exchange the records, and all raise.
+When a step begins, each rank records the optimizer's options, and counts the parameters without
+gradients. In the exchange at the end of each backward, the ranks also compare a digest of these
+records. If the digests differ, the ranks exchange the records, and all raise.
 
 Without this folder, ranks with different options train without an error.
 """
@@ -106,7 +106,7 @@ class ComparedSteps:
         for group in optimizer.param_groups:
             ids = tuple(map(id, group["params"]))
             if ids not in self._groups:  # cached: a scheduler may change the options in each step
-                # A program may collect parameters in a set, in any order.
+                # Sort: a program may collect parameters in a set, whose order may differ by rank.
                 inside = sorted(self._names[one] for one in ids if one in self._names)
                 checksum = crc32(repr(inside).encode())
                 text = f"{len(inside)} with checksum {checksum:08x}"
@@ -120,14 +120,14 @@ class ComparedSteps:
 
 
 class _Seen:
-    """The last recorded step of an optimizer. Most steps have the options of the step before."""
+    """Last recorded step of an optimizer. A step with the same options reuses the facts."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         names = (_OPTIONS | optimizer.defaults.keys()) - _KERNELS if is_torchs else _OPTIONS
         self.names = sorted(names)  # names of the options that ranks compare
-        # First `ComparedSteps.num_made` at the last step, because a new model may contain the
-        # optimizer's parameters. Then, for each group, the options and the number of parameters.
+        # First entry: `ComparedSteps.num_made`, because a new model may contain the optimizer's
+        # parameters. Other entries: the options and the number of parameters of each group.
         self.options: list[Any] = []
         # For each model that the optimizer steps: the facts to compare, their digest, and the
         # parameters that all ranks of the model train.
@@ -166,7 +166,7 @@ def record_step(optimizer: Optimizer) -> None:
         model.facts.append({**facts, _MISSING: str(missing)} if missing else facts)
 
 
-# This module is imported when the first model is wrapped.
+# Runs once: this module is imported when the first model is wrapped.
 at_step.append(record_step)
 
 

@@ -42,8 +42,8 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
     check_not_summoned(units_in(root), "converted")
     units = units_in(root) if recurse else [unit_of(root)]
     handles = [handle for unit in units for handle in unit.handles]
-    # The checks below refuse to convert one of several small modules that share a unit. But allow a
-    # conversion without effect: teardown code calls `.cpu()` on parts that are already on the CPU.
+    # The checks below raise, for example for a part of a unit. Skip them if the conversion has no
+    # effect: teardown code calls `.cpu()` on parts of a model that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         context.check_between_steps("a conversion of the model")
         check_has_all_modules(root, "converted")
@@ -51,14 +51,14 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
             handle.check_places()  # the conversion would drop a parameter that was replaced
     with temporarily([context], is_converting=True), contextlib.ExitStack() as hidden:
         for module, name, _ in (place for handle in handles for place in handle.places):
-            # Hide the parameter from torch, which would convert it. Put back the same object:
-            # `FlatParamHandle.check_places` reports a parameter that the user has replaced.
+            # Hide the parameter from torch, which would convert the parameter. The same object is
+            # put back, because `check_places` reports any other object as a user's replacement.
             hidden.callback(module._parameters.__setitem__, name, module._parameters[name])
             module._parameters[name] = None
         root.module._apply(fn, recurse)
         for module in root.modules():
-            # Even after `module.to(dtype)`, modules compute with buffers in the dtype of the mixed
-            # precision policy. Only the recorded dtype, used by state dicts, changes.
+            # A mixed precision policy has cast buffers, and `module.to(dtype)` must not undo the
+            # cast. Change only the recorded dtype of the buffers, which state dicts use.
             _, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
             own |= {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.items()}
             cast_again(module)
@@ -152,8 +152,8 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
             for module in copied.modules:
                 surround_calls(copied, module)
     if is_outermost:
-        # Reuse the number of the original model. Numbers must be the same on all ranks, but perhaps
-        # only this rank makes a copy: a new number would shift the numbers of later models here.
+        # Give the copy the number of the original model. The numbers of models must be the same on
+        # all ranks. If only this rank makes a copy, a new number would shift later numbers here.
         start_run(twin, number=unit_of(root).context.number)
     return twin
 

@@ -71,7 +71,7 @@ class DivergentUnits(StepExtension):
             unit.reshard(ReshardPoint.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
             # `Forward.unshard` puts the full parameters into the modules, but is skipped for a unit
-            # in phase FORWARD that is already unsharded.
+            # in phase FORWARD that is already unsharded. So leave such a unit in another phase.
             if not unit.is_current:
                 unit.phase = Phase.FORWARD
 

@@ -38,7 +38,7 @@ _FAILED = "failed"
 
 
 class Doing(NamedTuple):
-    """An announced action, or failure: a ``follow_`` method of ``Join``, and its arguments."""
+    """An announced action (a ``follow_`` method of ``Join``, and its arguments), or a failure."""
 
     kind: str
     detail: tuple[Any, ...] = ()
@@ -134,8 +134,9 @@ class Join(StepExtension):
     def _exchange(self, mine: Doing | None) -> Doing | None:
         """Announce this rank's next action, and return the action of the ranks with input.
 
-        None: this rank has no input; or, as the result, no rank. Collective: all ranks. All ranks
-        raise RuntimeError if ranks with input announce different actions, or if a rank has failed.
+        ``mine`` is None if this rank has no input. The result is None if no rank has input. All
+        ranks raise RuntimeError if ranks announce different actions, or if a rank has failed.
+        Collective: all ranks.
         """
         name = "join(): without input, waiting for other ranks' actions" if mine is None else ""
         heard = self._comm.host.gather(mine, name or f"join(): about to {mine}")
@@ -226,7 +227,7 @@ class Join(StepExtension):
                 self._fail(f"{type(optimizer).__name__} is not known to be element-wise.")
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # A user's hook that steps inside of a backward also runs on ranks without input.
+        # Do not announce a step of a hook in backward: ranks without input run the hook, too.
         in_hook = torch._C._current_graph_task_id() != -1
         if self._leads and not in_hook and self._holds(optimizer):
             key = self._key(optimizer)
@@ -338,7 +339,7 @@ class Join(StepExtension):
                 old = group[name]
                 group[name] = old.fill_(value) if isinstance(old, Tensor) else value
         params = (param for group in groups for param in group["params"])
-        # Hide gradients of parameters outside of the model: here, these are from earlier steps.
+        # Hide gradients of parameters outside of the model. Here, they are from earlier steps.
         with temporarily((one for one in params if one not in self._numbers), grad=None):
             found[0].step()
 

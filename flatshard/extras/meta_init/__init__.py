@@ -1,14 +1,14 @@
-"""Extra: initialises models on the meta device, after sharding, group by group.
+"""Extra: initialises models that were built on the meta device, after sharding, group by group.
 
-A group is a module with all submodules, or a whole unit. ``MetaInit``, called by
-``construction.wrap``, gives the modules of a group full plain tensors, initialises the tensors by
-the modules' own functions (or the user's ``param_init_fn``), copies this rank's parts into the
+A group is a module with all submodules, or a whole unit. ``construction.wrap`` calls ``MetaInit``,
+which gives the modules of a group full plain tensors. The modules' own functions (or the user's
+``param_init_fn``) initialise the tensors. Then ``MetaInit`` copies this rank's parts into the
 shards, and frees the full tensors before the next group. So the full model never has to fit in
 memory.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises
-``MissingExtraError``. A single case needs no folder: rank 0 has all values, all other ranks have
-tensors on the meta device, and ``sync_module_states=True``.
+``MissingExtraError``. Only one case works without this folder: ``sync_module_states=True``, if rank
+0 has all values, and all other ranks have tensors on the meta device.
 
 [Note: the pattern of unwritten memory]
 ``_write_pattern`` fills new tensors with a pattern. If a tensor still has the pattern after
@@ -96,7 +96,7 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
         for reset in ("_reset_parameters", "reset_parameters"):
             if missing and callable(call := getattr(module, reset, None)):
                 found["reset_parameters()"] = call
-        # `_init_weights` may also set tensors of submodules, so none of them may have values yet.
+        # `_init_weights` may also set tensors of submodules. Use it only if no tensor has values.
         below = [*module.parameters(), *module.buffers()]
         if owner is not None and below and all(id(one) in start.missing for one in below):
             found["_init_weights()"] = partial(owner, module)
@@ -149,9 +149,9 @@ class _Slot:
     like: Tensor  # a tensor on the meta device with the full shape
     handle: FlatParamHandle | None
     param: OriginalParam | None
-    # If several attributes have the same tensor (a tied parameter): the first of their slots, whose
-    # values are kept. None: this slot is the first slot. The other attributes are initialised, too,
-    # so that later tensors get the same random numbers as in the model's constructor.
+    # If several attributes have the same tensor (a tied parameter): the first slot of the tensor,
+    # or None for the first slot itself. All slots are initialised, so that later tensors get the
+    # same random numbers as in the model's constructor, but only the first slot's values are kept.
     first: _Slot | None
 
     @property
@@ -182,13 +182,13 @@ def _is_patterned(tensor: Tensor) -> bool:
     """Whether a tensor still has the pattern from ``_write_pattern`` everywhere."""
     if tensor.numel() == 0 or tensor.is_meta:
         return False
-    # Compare in pieces, because usually the first piece of an initialised tensor lacks the pattern.
+    # Compare piece by piece: for an initialised tensor, usually the first piece decides.
     pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
 
 class MetaInit:
-    """Initialises all tensors of a model on the meta device. Collective: all ranks."""
+    """Initialises all tensors of a model that are on the meta device. Collective: all ranks."""
 
     def __init__(self, plan: ModelPlan, start: InitialValues) -> None:
         self._start, self._resets = start, _find_resets(plan, start)
@@ -200,8 +200,8 @@ class MetaInit:
     def run(self, root: ModuleProxy, handles: Iterable[FlatParamHandle]) -> None:
         """Initialise all tensors of ``root`` that need values, after the units were sharded.
 
-        If ``leave_empty`` left tensors empty, the first forward will check for values from
-        ``load_state_dict``. Collective: all ranks.
+        If ``leave_empty`` left tensors empty, the first forward will check that
+        ``load_state_dict`` has filled them. Collective: all ranks.
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
@@ -339,7 +339,7 @@ class MetaInit:
                     handle.put_back()
 
     def _fill_unsaved(self, module: nn.Module) -> None:
-        """Initialise a module from ``leave_empty`` that has only non-persistent buffers."""
+        """Initialise a module left by ``leave_empty``, if only non-persistent buffers are empty."""
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
             for slot in slots:

@@ -42,7 +42,7 @@ class ChosenDtypes:
         self._unmatched = {  # patterns that have matched no name yet
             pattern for precision in precisions for pattern in precision.overrides or ()
         }
-        # All names of each module. A shared module has several, and a pattern may match any name.
+        # All names of each module. A pattern may match any of the names of a shared module.
         self._names: dict[nn.Module, list[str]] = {}
         for name, modules in paths(module):
             if not any(map(is_sharded, modules)):
@@ -65,8 +65,8 @@ class ChosenDtypes:
         for pattern, dtype in (precision.overrides or {}).items():
             if any(fnmatchcase(name, pattern) for name in names):
                 self._unmatched.discard(pattern)
-                # Return the same `Override(None)` for all parameters that already have their
-                # dtype, because only parameters with equal overrides share a flat parameter.
+                # Return `Override(None)` if the parameters already have the pattern's dtype: only
+                # parameters with equal overrides can share a flat parameter.
                 dtypes = {param.dtype for param in params if param.is_floating_point()}
                 return Override(None if dtypes == {dtype} else dtype)
         return None

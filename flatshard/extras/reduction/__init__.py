@@ -81,7 +81,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
             for unit, its in planned.items()
         }
 
-    # All ranks register the hook, or no rank: a hook on only some ranks would deadlock.
+    # Either all ranks register the hook or none: a hook on only some ranks would deadlock.
     remedy = "Register the same hook on every rank."
     planned = agreed(prepare, [world.host], "register_comm_hook", remedy)
     for unit, its in planned.items():
@@ -103,9 +103,9 @@ class HookCalls(StepExtension):
 
     A user's hook blocks this rank's backward until the hook runs on all other ranks. So all ranks
     must call the hook at the same point of the step: just before a unit is unsharded for backward,
-    where all ranks meet anyway. There the ranks exchange how many flat parameters have complete
-    gradients on each rank, and call the hooks of the flat parameters that are ready on all ranks.
-    Once one rank has reached the end of its backward, all ranks call the remaining hooks there.
+    where all ranks meet anyway. At this point, the ranks exchange how many flat parameters have
+    complete gradients on each rank, and call the hooks of flat parameters that are ready on all
+    ranks. Once one rank is at the end of its backward, all ranks call the other hooks at the end.
     """
 
     name, watches, is_made_anew = "reduction", True, True
@@ -113,7 +113,7 @@ class HookCalls(StepExtension):
     def __init__(self, state: RunState) -> None:
         """Collective: all ranks of the model."""
         self._queue, self._num = state.backward.queue, len(state.handles)
-        # Process group for `_agree`, so that other groups' collectives may run at the same time.
+        # A separate process group for `_agree`, so that other collectives can run meanwhile.
         self._side_group = state.world.side_group
         self._asks = True  # False once a rank is at the end of its backward
 
@@ -151,7 +151,7 @@ class HookCalls(StepExtension):
 def _plan(
     units: Sequence[Unit], state: Any, hook: Any, world: Communicator
 ) -> dict[Unit, CommHook]:
-    """Return each unit's replacement for its reduction. Raises if a unit cannot use the hook."""
+    """Return the ``CommHook`` of each unit. Raises if a unit cannot use the hook."""
     if not callable(hook):
         raise TypeError(
             f"expected a callable as hook, got {hook!r}. Pass the state first "
@@ -178,10 +178,10 @@ def _plan(
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     """Return whether ``hook`` is a hook of torch that only averages, and in which dtype.
 
-    None: the dtype of the gradients.
+    If the dtype is None, the hook averages in the dtype of the gradients.
     """
     # Compare the functions, not their names, which ``functools.wraps`` copies. Do not import
-    # torch's modules of hooks, which need numpy: `hook` cannot be from a module not yet imported.
+    # torch's modules of hooks, which need numpy. If `hook` is from one, the module is imported.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):

@@ -19,7 +19,7 @@ from flatshard.tensor.flat_parameter import FlatParamPlan
 
 
 class SecondaryShard:
-    """A part of a flat parameter; those of a few nearby ranks are the whole flat parameter."""
+    """A part of a flat parameter. The parts of a few nearby ranks make up the flat parameter."""
 
     def __init__(self, plan: FlatParamPlan) -> None:
         self._plan, topology = plan, plan.topology
@@ -29,7 +29,7 @@ class SecondaryShard:
         self._comm = topology.post_forward_group or topology.intra_group
         self._tag = self._comm.new_tag(self)
         self._part: Tensor | None = None
-        # Version of the shards that `_part` contains after a refresh. -1: empty or incomplete.
+        # Version of the shards in `_part`, once `_refresh` has ended. -1: empty or incomplete.
         self._version = -1
         self._refresh: AsyncWork | None = None
 
@@ -58,7 +58,7 @@ class SecondaryShard:
         """Start the all-gather across nodes that fills the secondary shard from ``source``.
 
         Nothing may write to ``source``, this rank's shard, until the other ranks have received it.
-        Collective: all ranks of the inter group.
+        Collective: the ranks of the group across nodes (inter group).
         """
         self.finish_refresh()
         if self._part is None:

@@ -1,8 +1,8 @@
 """Extra: DTensors as parameters (tensor parallelism).
 
 Tensor parallelism has cut a DTensor over the ranks of a mesh. flatshard shards this rank's local
-part of the DTensor once more, over the data parallel ranks, outside of the DTensor's mesh. In a
-forward, modules compute with a DTensor whose local part is the unsharded parameter.
+part of the DTensor once more, over the data parallel ranks, which are not in the DTensor's mesh. In
+a forward, modules compute with a DTensor whose local part is the unsharded parameter.
 
 Without this folder, wrapping a model with a DTensor as a parameter raises ``MissingExtraError``.
 """
@@ -122,7 +122,7 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
             _put(one, one.param)
         raise
     for one in found:
-        # An optimizer that was made before wrapping still refers to the DTensor.
+        # Free the memory of the DTensor, to which an optimizer made before wrapping still refers.
         param: Any = one.param
         param._local_tensor, param.flattened_as = param._local_tensor.new_empty(0), one.name
 
@@ -137,7 +137,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             )
 
 
-# This module is imported when the first model with a DTensor is wrapped.
+# Runs once: this module is imported when the first model with a DTensor is wrapped.
 register_optimizer_step_pre_hook(_refuse_replaced)
 
 

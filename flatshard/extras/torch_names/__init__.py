@@ -1,10 +1,9 @@
 """Extra: names of torch's wrappers (DistributedDataParallel, FSDP1, FSDP2) for migration.
 
-With this folder, ``ShardedWrapper`` accepts the keywords and the policies for precision and offload
-of torch's wrappers, and has the same attributes. If a method of a torch wrapper is missing, the
-error names the replacement. Without this folder, a keyword outside of ``ShardedWrapper``'s
-signature and a policy of torch raise ``MissingExtraError``, and missing attributes raise Python's
-``AttributeError``.
+With this folder, ``ShardedWrapper`` accepts the keywords of torch's wrappers, and torch's policies
+for precision and offload. It also has the same attributes. If a program calls a torch method that
+``ShardedWrapper`` lacks, the error names the replacement. Without this folder, torch's keywords and
+policies raise ``MissingExtraError``, and missing attributes raise Python's ``AttributeError``.
 
 A test compares the names with the migration page's tables, and with torch's classes, to notice new
 names in torch.
@@ -38,7 +37,7 @@ IGNORED = {
     "shard_placement_fn": "flat parameters are split into equal ranges",
 }
 
-# For each keyword of torch's wrappers that flatshard refuses, the reason. Values other than None,
+# Keywords of torch's wrappers that flatshard refuses, with the reason. Values other than None,
 # False and 0 raise NotImplementedError.
 REFUSED = {
     "dim": "inputs are not scattered, so dim can only be 0",
@@ -47,15 +46,15 @@ REFUSED = {
     "dp_mesh_dims": "pass these dimensions of the mesh, such as device_mesh=mesh['dp']",
 }
 
-# For keywords in IGNORED or REFUSED, the value that causes no warning or error; by default, False.
-# ShardedWrapper acts as FSDP1 does with `use_orig_params=True`. (FSDP1's default is False.)
+# For keywords in IGNORED or REFUSED: the value that causes no warning or error, if it is not False.
+# ShardedWrapper always acts as FSDP1 does with `use_orig_params=True`.
 DEFAULTS = {"use_orig_params": True}
 
 # Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the
 # value of torch's keyword into keywords of ShardedWrapper.
 OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    # DistributedDataParallel treats an empty list like None. Programs pass both for a module on the
-    # CPU, which needs no `device_id`.
+    # DistributedDataParallel treats an empty list like None. For a module on the CPU, programs pass
+    # either of the two, and no `device_id` is needed.
     "device_ids": lambda value: {"device_id": _only(value)} if value else {},
     "output_device": lambda value: {"device_id": value},
     # Unlike ``broadcast_buffers=False``, torch's ``forward_sync_buffers=False`` sends rank 0's
@@ -116,7 +115,7 @@ MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name i
 
 # Attributes of torch's wrappers, which a ShardedWrapper also has, read-only.
 ATTRIBUTES: dict[str, Callable[[Unit], Any]] = {
-    # Whether a backward of the next forward reduces all gradients over all ranks.
+    # Whether the backward after the next forward reduces all gradients over all ranks.
     "require_backward_grad_sync": lambda one: {*one.context.syncs} == {GradSync.FULL},
     "device": lambda one: one.settings.device,
     "device_type": lambda one: one.settings.device.type,

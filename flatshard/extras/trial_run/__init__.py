@@ -8,12 +8,12 @@ wrappers, runs the script, and records the tensors of each step.
 Without this folder, the command ``flatshard try`` does not exist.
 
 [Note: units]
-Differences are measured in units of rounding noise. The unit of a tensor at a step is the largest
-of three numbers, all relative to the tensor's norm. First: the largest difference of this tensor,
-up to this step, between the first and the third run (relative to the norm of its step or of this
-step: a gradient may almost vanish, and its rounding errors do not). Second: the largest median, up
-to this step, of these differences over all changed tensors of the same kind. Third: twice the
-precision of the dtype, and more for a tensor with less than 1/2000 of the largest norm of its kind.
+Differences are measured in units of rounding noise. The noise of a tensor is the difference between
+the first and the third run. A tensor's unit at a step is the largest of these numbers:
+- its largest noise up to this step, relative to its norm at the step of the noise, and to its norm
+  at this step (if a gradient almost vanishes, the rounding errors remain);
+- the largest median, up to this step, of the relative noise of changed tensors of the same kind;
+- twice the dtype's precision, and more for a tensor below 1/2000 of the largest norm of its kind.
 """
 
 import argparse
@@ -158,9 +158,9 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
 
 
 def differences(reference: list[Any], other: list[Any], lone: Any) -> Iterator[Difference]:
-    """Yield the difference of each tensor, on each rank if ranks hold full tensors.
+    """Yield the difference of each tensor on each rank. Shards are added to the full tensor first.
 
-    ``lone``: lines that ranks run different numbers of times. Their tensors are left out.
+    ``lone``: lines that ranks run different numbers of times. Tensors of these lines are left out.
     """
     keys = dict.fromkeys(key for one in (*reference, *other) for key in one.events)
     for key in sorted(keys, key=lambda one: one[0]):
@@ -168,13 +168,13 @@ def differences(reference: list[Any], other: list[Any], lone: Any) -> Iterator[D
             continue
         ours, theirs = ([one.events.get(key) for one in side] for side in (reference, other))
         parts = [one for one in theirs if one]
-        if any(one.share < 1 for one in parts):  # replicas of a shard are averaged
+        if any(one.share < 1 for one in parts):  # add shards, and average replicas
             sums = sum(one.sums for one in parts) / sum(one.share for one in parts)
             theirs = [parts[0]._replace(sums=sums)] * len(theirs)
         for rank, (one, two) in enumerate(zip(ours, theirs, strict=True)):
             if any_one := one or two:
                 norm, eps = float((any_one.sums**2).sum()) ** 0.5, any_one.eps
-                # Without the limit, the size of a missing tensor would exceed an infinite unit.
+                # The gap of a missing tensor is finite, because infinity / infinity is NaN.
                 gap = float(((one.sums - two.sums) ** 2).sum()) ** 0.5 if one and two else 1e200
                 # Smaller gaps are rounding errors of the sketches.
                 size = gap * (gap > 1e-6 * eps * norm) / (norm or 1.0)
@@ -189,7 +189,7 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
 
     The keys of units are the step, the kind of tensor, its name, and the rank.
     """
-    # The unit is tiny if noise does not change the tensor, or the noise run lacks the tensor.
+    # The unit stays tiny for a tensor that only the run under flatshard has.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
     # Largest values so far: each tensor's difference, relative and absolute; each kind's median
     # difference, and norm.
@@ -230,11 +230,11 @@ def loss_table(runs: Any, found: list[Difference], last: int) -> str:
 
 
 def cost_table(runs: Any, figures: dict[str, Any]) -> str:
-    """Return a table of costs, and put them into ``figures``: the largest value of all ranks."""
+    """Return a table of costs (the largest of all ranks). Also puts the costs in ``figures``."""
     # dimensions: run, rank, step, figure
     costs = torch.tensor([[one.costs for one in run] for run in runs], dtype=torch.float64)
     figure = costs.diff(dim=2)[:, :, _WARM_UP:].quantile(0.5, dim=2)
-    figure[:, :, 0] = costs[:, :, -1, 0] - costs[:, :, 0, 0]  # the peak of all steps
+    figure[:, :, 0] = costs[:, :, -1, 0] - costs[:, :, 0, 0]  # without the memory of imports
     rows = [["largest of all ranks", "DDP", "flatshard", ""]]
     for name, (one, other) in zip(COSTS, figure.amax(dim=1).T.tolist(), strict=True):
         figures[name] = one, other

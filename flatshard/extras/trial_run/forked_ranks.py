@@ -8,12 +8,12 @@ DistributedDataParallel. A stand-in records the tensors that its model computes.
 [Note: lone calls]
 Under DistributedDataParallel, one rank may call the model or ``state_dict()`` without the other
 ranks; under flatshard, every rank must call. The run under DistributedDataParallel counts the calls
-in each line. If ranks run a line different numbers of times, the run under flatshard calls, in this
-line, an unsharded copy of the model with the initial values, so the run does not deadlock.
+in each line of the script. If the counts of a line differ between ranks, the run under flatshard
+does not deadlock there: the line calls an unsharded copy of the model with the initial values.
 
 [Note: sketch]
-A rank records a *sketch* of each tensor: each element is multiplied by a pseudo-random sign, and
-the element with index i is added to number i modulo 256. So a tensor of up to 256 elements is
+A rank records a *sketch* of each tensor, 256 sums: the element with index i is multiplied by a
+pseudo-random sign, and added to sum number i modulo 256. So a tensor of up to 256 elements is
 recorded whole. The sketch of a difference is the difference of the sketches, and the norm of this
 difference is close to the norm of the tensors' difference. Because of the signs, swapped elements
 change the sketch. If each rank records its own range of a sharded tensor, the sum of these sketches
@@ -60,7 +60,7 @@ DDP: Any = nn.parallel.DistributedDataParallel
 _WRAPS = 'wraps the model ({}): write flatshard.ShardedWrapper(model, auto_wrap_policy="auto")'
 _NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
 _NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
-_SIZE, _CHUNK = 256, 1 << 16  # numbers of a sketch, and elements that are added at once
+_SIZE, _CHUNK = 256, 1 << 16  # sums in a sketch, and elements that are added at once
 _NEEDS_ALL = {
     # method of a module: what to write instead of a call on some ranks only
     "state_dict": "write flatshard.checkpoint.full_state_dict(model), which needs every rank",
@@ -69,7 +69,7 @@ _NEEDS_ALL = {
 
 
 class Sketch(NamedTuple):
-    """256 sums of this rank's elements of a tensor, which nearly identify them ([Note: sketch])."""
+    """This rank's elements of a tensor, reduced to 256 sums ([Note: sketch])."""
 
     line: str  # line of the program during which the tensor was recorded
     eps: float  # precision of the dtype; 0 for integers
@@ -111,7 +111,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
     codes, until, first_to_fail = [None], float("inf"), -1
     try:
-        # Ask for exit codes, because `join` waits for the processes that a rank has forked, too.
+        # Poll exit codes. `join` would also wait for the processes that a rank has forked.
         # After one rank has failed, the other ranks have five seconds to end, and to record earlier
         # failures.
         while None in codes and time.monotonic() < until:
@@ -130,7 +130,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
         if not store.check([f"{rank}"]):
             log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
             text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-            # The other ranks' failures, and deaths, are consequences.
+            # A failure or death of another rank is a consequence of the first failure.
             when = 0.0 if rank == first_to_fail else sys.maxsize
             store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
     with contextlib.suppress(RuntimeError):  # a timeout of `get`
@@ -191,9 +191,9 @@ class Recorder:
         self.record = Record((float("inf"), ""), {}, Counter(), [])
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
-        # `_depth`: number of nested optimizer steps, because an optimizer may step another one, and
-        # flatshard may step a copy of an optimizer. `_aside`: seconds spent on recording, which do
-        # not count.
+        # `_depth`: number of nested optimizer steps, because a step may step another optimizer, and
+        # flatshard may step a copy of an optimizer. `_aside`: seconds spent on recording, which are
+        # subtracted from the costs.
         self._depth, self._aside = 0, 0.0
         self._add_costs()
 
@@ -213,7 +213,7 @@ class Recorder:
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
     def note(self, what: str, *, counts: bool = True) -> str:
-        """Return the program's current line, with a text. Counts the runs of the line."""
+        """Return the program's current line, and ``what``. ``counts``: whether to count the run."""
         note = f"{program_line(sys._getframe())}\n      {what}"
         self.record.notes.update([note] * counts)
         return note
@@ -239,7 +239,7 @@ class Recorder:
     def backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Run a backward; record the loss, and the averaged gradients before they are clipped."""
         backward(tensors, *args, **kwargs)
-        # Leave out the backward of a checkpoint, inside another backward.
+        # Record only the outer backward: activation checkpoints run a backward inside of it.
         if torch._C._current_graph_task_id() < 0:
             self._add("loss", {one: "loss" for one in tensors_in(tensors) if one.numel() == 1})
             if all(one.require_backward_grad_sync for one in self._models):
@@ -252,7 +252,7 @@ class Recorder:
             self._add("gradient at the step", self.params(optimizer))
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record the values that an optimizer has written, and the rest of the step."""
+        """Record what a step has changed: values, buffers, random generators and costs."""
         self._depth -= 1
         if self._depth:
             return
@@ -299,7 +299,7 @@ class Recorder:
 
 
 def _sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
-    """Return the sketch of a tensor. ``owner``: the parameter of a gradient; or ``tensor``."""
+    """Return the sketch of a tensor. ``owner``: the gradient's parameter, or ``tensor`` itself."""
     if owner.is_sparse:  # a sparse input, which may be too large as a dense tensor
         owner = tensor = owner.coalesce().values()
     if isinstance(owner, FlatShardTensor):
@@ -409,12 +409,12 @@ def _wrap_in_place(recorder: Recorder, name: str, module: nn.Module, **given: An
 
 
 def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwargs: Any) -> None:
-    """Make an optimizer, and wrap the largest modules of its parameters (not DataParallel)."""
+    """Make an optimizer, and wrap the largest modules that have the optimizer's parameters."""
     make(optimizer, *args, **kwargs)
     held = recorder.params(optimizer)
     found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     owned = {m: {*m.parameters()} for m in found if not isinstance(m, nn.DataParallel)}
-    # Prefer a module with all parameters. Otherwise, one optimizer steps several models.
+    # Prefer a module with all parameters. If there is none, the optimizer steps several models.
     users = [m for m in owned if held.keys() <= owned[m]] or [
         m for m in owned if owned[m] <= held.keys()
     ]
@@ -479,7 +479,7 @@ class _Reference(DDP):  # type: ignore[misc]
         return super().__getattr__(name) if name == "module" else getattr(self.module, name)
 
 
-# These functions do nothing, or the plain thing, with a model that contains no `ShardedWrapper`.
+# For a model that contains no `ShardedWrapper`, these methods act as for an unwrapped model.
 for _name in """summon_full_params optim_state_dict optim_state_dict_to_load set_state_dict_type
     get_state_dict_type state_dict_type __getitem__""".split():
     setattr(_Reference, _name, inspect.getattr_static(ShardedWrapper, _name))

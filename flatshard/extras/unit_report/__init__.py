@@ -25,7 +25,7 @@ _HEADER = (
 def report(root: ModuleProxy) -> str:
     """Return a table of the units in a wrapper, with totals.
 
-    Lines below the table give the reason for each transport.
+    Lines below the table say why units do not use a faster transport.
     """
     units = units_in(root)
     rest = "what is left" if len(unit_modules(root)) > 1 else "the whole model"
@@ -35,8 +35,8 @@ def report(root: ModuleProxy) -> str:
     table.append(("total", count, *sizes, "", "", "", ""))
     lines = [tabulate(table, numbers={2, 3, 5, 7})]
     for topology in (unit.settings.topology for unit in units):
-        # The reasons say why a group does not use a faster transport. A group has no reason if only
-        # one transport was possible, for example because the user chose the transport.
+        # A group has no reason if only one transport was possible, for example because the user
+        # chose the transport.
         groups = topology.intra_group, topology.inter_group
         reasons = dict.fromkeys(group.transport_reason for group in groups)
         if reason := "; ".join(filter(None, reasons)):
