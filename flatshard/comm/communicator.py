@@ -1,11 +1,11 @@
 """``Communicator``: the collectives of one process group.
 
 [Note: sums]
-With shared memory and sockets, flatshard adds gradients itself, in rank order and at least in fp32,
-even if they are sent in a narrower dtype. With the native transport, the backend adds them, in its
-own order and in the gradients' dtype. If the user asks for a fixed order
-(``ReduceMode.FIXED_ORDER``), the backend only exchanges gradients, and flatshard adds. Where
-flatshard adds, it replaces an all-reduce by a reduce-scatter and an all-gather of the averages.
+In a reduce-scatter by shared memory or sockets, flatshard adds the gradients, in rank order and at
+least in fp32, even if the gradients are sent in a narrower dtype. With the native transport, the
+backend adds the gradients, in its own order and in their dtype. With ``ReduceMode.FIXED_ORDER``,
+every backend only exchanges gradients, and flatshard adds them. The backend's all-reduce is used
+only if the backend may add the gradients; otherwise a reduce-scatter and an all-gather replace it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
 class Communicator(Members):
     """Runs the collectives of one process group. In a group of one rank, nothing is sent."""
 
-    # Whether this process is in a `copy.deepcopy` of a model. Then tags are taken from a separate
-    # series: perhaps only one rank copies, and later models must get the same tags on all ranks.
+    # Whether this process is copying a model (`copy.deepcopy`). A copy's tags come from a separate
+    # series: if only one rank makes a copy, later models still get the same tags on all ranks.
     is_copying = False
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
@@ -77,13 +77,13 @@ class Communicator(Members):
         self.transports: list[Transport] = [Transport()]  # in order of preference, best first
         self.transport_reason = ""  # why the group uses its transport, for `unit_report`
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
-        # Reductions (`GradReduce`) that have started, and whose second stage will use this group.
-        # The order is the same on all ranks.
+        # Reductions (`GradReduce`) whose first stage has started, and whose second stage will use
+        # this group, in the order in which all ranks start the second stages.
         self.second_stages: deque[Any] = deque()
         # The next tags of flat parameters: even tags in models, odd tags in deep copies of models.
         self._tags = count(2, 2), count(3, 2)
-        # Returns the number of a new model. Ranks compare it in each backward. So all ranks must
-        # make models in the same order.
+        # Returns a number for each new model. All ranks must make models in the same order, because
+        # each backward compares the model's number between ranks.
         self.new_model = count(1).__next__
         if self.size > 1:
             found = [kind.connect(self) for kind in transport_kinds()]
@@ -94,14 +94,14 @@ class Communicator(Members):
 
     @cached_property
     def side_group(self) -> Communicator:
-        """A second communicator of the same ranks, for collectives in another order.
+        """A second communicator of the same ranks, with an order of collectives of its own.
 
         Collective at the first access, which makes the process groups.
         """
         if self.group is None or self.size == 1:
             return self
-        # If a rank does not arrive, deadlock detection can end this wait, but not the wait inside
-        # of `new_group`, in torch's store.
+        # First wait here until all ranks arrive: if one rank never arrives, deadlock detection can
+        # end this wait, but not the wait inside of `new_group`, in torch's store.
         self.host.meet("connecting for small exchanges in the middle of backward")
         with named(self.connecting):
             group = new_group(self.group, on_host=True)
@@ -132,12 +132,12 @@ class Communicator(Members):
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
         Collective: all ranks of the group. If the transport ``is_ordered``, all ranks must start
-        all-gathers in the same order. A request with ``reduced`` must be in order with reductions.
+        all-gathers in the same order, and those with ``reduced`` in one order with reductions.
         """
         assert request.out.numel() == request.shard.numel() * self.size, "shards fill the buffer"
         gathers = f"all-gathering parameters for {request.purpose}"
         action = _ALL_REDUCING if request.reduced else gathers
-        # `reduce_scatter` has told the listeners about a whole all-reduce already.
+        # For both halves of an all-reduce, `reduce_scatter` has already called the listeners.
         if LISTENERS and not request.reduced:
             self.note("gather", request.unit_fqn, request.out.nbytes)
         transport = self.transport_for(request.out.device, request.tag)
@@ -152,7 +152,7 @@ class Communicator(Members):
         if LISTENERS:
             nbytes = request.full.nbytes
             if request.kind == "all_reduce":
-                # Both halves, the reduce-scatter and the all-gather, together count once.
+                # An all-reduce counts once: the mean of its reduce-scatter and its all-gather.
                 nbytes = (nbytes + request.out.nbytes * self.size) // 2
             self.note(request.kind, request.unit_fqn, nbytes)
         action = _ALL_REDUCING if request.kind == "all_reduce" else _REDUCING
@@ -187,9 +187,9 @@ class Communicator(Members):
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """All-reduce a few numbers, in place, and wait for the result.
 
-        Ranks compare ``op_name``. If names differ, all ranks raise CollectiveError where the host
-        waits. Where a CUDA stream waits (NCCL), all ranks get NaN (-1 for integers), and the end of
-        the next backward raises. ``op``: name of a member of ``torch.distributed.ReduceOp``.
+        Ranks compare ``op_name``. If names differ, all ranks raise CollectiveError. But with NCCL,
+        where a stream waits instead of the host, all ranks get NaN (-1 for integers), and the end
+        of the next backward raises. ``op``: name of a member of ``torch.distributed.ReduceOp``.
 
         Collective: all ranks of the group, in the same order of calls.
         """
@@ -206,13 +206,13 @@ class Communicator(Members):
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
         # Compare `op_name` between ranks on the device, so that the host need not wait: all-reduce
-        # a few numbers of the name (marks) together with the values. If the reduced marks show that
-        # names differ, the device overwrites the result with NaN or -1.
+        # a few numbers made from the name (marks) besides the values. If the reduced marks show
+        # that names differ, the device overwrites the result with NaN or -1.
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # A concatenation of a large tensor would be slow.
+        # Send the marks of a large tensor separately: a concatenation would copy the tensor.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         self.history.begin(self.gather_group, what=compared_name(op_name))
@@ -245,9 +245,9 @@ class Communicator(Members):
     def exchange(
         self, sent: Tensor, lengths: list[int], expected: list[int], *, op_name: str
     ) -> tuple[AsyncWork, Tensor]:
-        """Begin an all-to-all of bytes, whose ``op_name`` and lengths the caller has compared.
+        """Begin an all-to-all of bytes. The caller has compared ``op_name`` and lengths.
 
-        ``sent`` has ``lengths[i]`` bytes for each rank i, which sends ``expected[i]`` bytes.
+        Rank i receives ``lengths[i]`` bytes of ``sent``, and sends ``expected[i]`` bytes here.
         Returns the unfinished collective, and a tensor for the received bytes in rank order.
 
         Collective: all ranks of the group, in the same order of calls.
@@ -267,7 +267,7 @@ class Communicator(Members):
 
 
 def _marks(op_name: str, op: str) -> list[int]:
-    """Return numbers that show, reduced with ``op``, whether all ranks have ``op_name``."""
+    """Return numbers whose reduction with ``op`` shows whether all ranks have ``op_name``."""
     # Take two numbers of 16 bits from a digest of the name, and make two marks of each number x.
     # For SUM, the marks are x and x**2. If all n ranks send the same x, the sums are n * x and
     # n * x**2. Otherwise, on every rank, one sum is not n times the rank's mark (Cauchy-Schwarz).
@@ -318,7 +318,7 @@ class Topology:
 
     @property
     def second_group(self) -> Communicator:
-        """The group of a reduction's second stage, or a group of one rank."""
+        """The group that reduces gradients after ``intra_group``. May have only one rank."""
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:

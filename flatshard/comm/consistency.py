@@ -24,7 +24,7 @@ def raise_everywhere(
 ) -> None:
     """Raise the ``error`` of the first rank that has one, on all ranks of all ``comms``.
 
-    Collective. A rank that receives an error in one communicator sends it to the next ones.
+    Collective. A rank that receives an error in one communicator sends it to the next ones, too.
     """
     # `global_rank` is the rank of this process in every communicator except `ALONE`, where it is 0.
     me = max(comm.global_rank for comm in comms)
@@ -56,9 +56,9 @@ def agreed(
 ) -> T:
     """Run ``prepare`` on each rank, and return its result if all ranks succeed with equal facts.
 
-    Facts are texts, keyed by name. If they differ between ranks, all ranks raise ValueError:
-    ``op_name``, ``differ``, the first difference, ``remedy``. If ``prepare`` raises on a rank, all
-    ranks raise an error of the same class.
+    Facts are texts, keyed by name. If facts differ between ranks, all ranks raise a ValueError that
+    contains ``op_name``, ``differ``, the first difference and ``remedy``. If ``prepare`` raises on
+    one rank, all ranks raise an error of the same class.
 
     Collective: all ranks of each of ``hosts``. A rank that receives a problem in one exchange sends
     the problem to the ranks of the next exchanges.

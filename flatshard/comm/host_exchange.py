@@ -82,8 +82,8 @@ class HostExchange:
         self.device, self.ranks, self.global_rank = device, [0], 0
         if group is None:
             return
-        # Kind of the exchange's collectives. It contains the device, because a group may have both
-        # gloo and NCCL, which match collectives separately.
+        # Kind of this exchange's collectives in the history. The kind contains the device, because
+        # a group may have both gloo and NCCL, which match collectives separately.
         self._kind = f"{group.group_name} on {device.type}"
         self.ranks, self.global_rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self.ranks, self.global_rank, self._kind)
@@ -110,8 +110,8 @@ class HostExchange:
     def gather(self, value: Any, op_name: str) -> list[Any]:
         """Return the ``value`` of every rank, in rank order. ``value`` must be picklable.
 
-        If the pickles of all values are equal, only their digests are sent. Equal values may have
-        different pickles.
+        If all ranks' values have equal pickles, ranks send only digests. Otherwise ranks send the
+        values: even equal values may have different pickles.
         """
         if len(self.ranks) == 1:
             return [value]

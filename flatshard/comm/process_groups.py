@@ -25,7 +25,8 @@ def abort(group: dist.ProcessGroup) -> None:
     if backend_for(group, "cpu") != "gloo":
         return
     nothing = torch.empty(1, dtype=torch.uint8)
-    # gloo aborts a group only if a receive times out. A receive from a dead rank fails earlier.
+    # gloo aborts a group only if a receive times out. Receive from all peers, because a receive
+    # from a dead rank fails before the timeout.
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -40,8 +41,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{first}, ..., {listed[-1]} ({len(listed)} ranks)"
 
 
-# The ID of the process in which ``new_group`` made a group. A forked process inherits groups, but
-# not their threads, so it must not abort the groups.
+# For each group from `new_group`: ID of the process that made the group. A forked process inherits
+# groups, but not the groups' threads, so the forked process must not abort them.
 _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -149,7 +150,7 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
 
 OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
 
-# Lines of Linux's `/proc/self/task/*/status`.
+# Beginnings of lines in Linux's `/proc/self/task/*/status`.
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 

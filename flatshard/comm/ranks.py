@@ -133,8 +133,8 @@ def forget_destroyed() -> None:
             if one.size == 1:
                 continue
             made = made_here()
-            # After an error, this rank may have begun a collective that another rank never begins.
-            # The destructor of a gloo group would wait for it until the timeout.
+            # Abort first: after an error, another rank may never begin a collective that this rank
+            # has begun. The destructor of a gloo group would wait for it until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 
@@ -149,7 +149,7 @@ def _end() -> None:
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
-    """Return a communicator of some of the ranks of ``parent``, with its backend and options.
+    """Return a communicator of some ranks of ``parent``, with the parent's backend and options.
 
     ``ranks`` are ranks in the default group, this rank among them. Collective at the first call
     with these ``ranks``, which makes the group: all ``ranks``.

@@ -1,9 +1,9 @@
 """Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
 Each process group has a ``History`` of the collectives that this rank has begun. Each thread has a
-list of its present waits for other ranks (``watched``). The extra ``deadlock`` reads both. If a
-backend matches collectives only by order, ranks also compare histories at the end of backward: a
-rank with another history may have received the data of another collective.
+list of its present waits for other ranks (``watched``). ``flatshard.extras.deadlock`` reads both.
+If a backend matches collectives only by order, ranks also compare histories at the end of backward:
+if histories differ, a rank may have received the data of the wrong collective.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class History:
     """Record of the collectives that this rank has begun in one process group.
 
     The n-th collective of a kind on one rank matches the n-th on every other rank. If the backend
-    matches collectives only by order, the record also has their descriptions, to compare orders.
+    matches collectives only by order, the record has descriptions, for ranks to compare orders.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class History:
         # Kinds to drop from `begun`, with the number of meetings that had begun before `forget`.
         self._forgotten: deque[tuple[int, Hashable]] = deque()
 
-        # If ranks began different collectives: makes the error that all later collectives raise.
+        # Set if ranks began different collectives: returns the error that later collectives raise.
         self.make_error: Callable[[], CollectiveError] | None = None
         # Whether ranks compare descriptions before collectives. False inside of `join()`: a rank
         # without input begins a collective only after another rank has begun it.
@@ -104,7 +104,7 @@ class History:
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
-        # What has always come after two consecutive descriptions. "": different descriptions.
+        # For two consecutive descriptions: the next one, or "" if it was not always the same.
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
@@ -114,8 +114,8 @@ class History:
         """Record that this rank begins a collective of a ``kind``, such as ``("gather", tag)``.
 
         ``kind``: None if the backend matches all collectives of ``group`` only by order. ``what``:
-        description, for comparisons between ranks. Returns the condition that all other ranks have
-        begun this collective, too. Raises if the ranks began different collectives earlier.
+        description, for comparisons between ranks. Returns a condition that holds once all other
+        ranks have begun this collective. Raises if ranks began different collectives earlier.
         """
         if self.make_error is not None:
             raise self.make_error()
@@ -130,8 +130,8 @@ class History:
 
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""
-        # Another rank may still wait in a collective of the flat parameter. This wait is over after
-        # the next meeting, which is over once this rank has begun two more meetings.
+        # Another rank may still wait in a collective of the flat parameter, until it arrives at the
+        # next meeting. All ranks have arrived there once this rank begins the meeting after that.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)
@@ -140,8 +140,8 @@ class History:
     def is_usual(self, what: str) -> bool:
         """Whether ``what`` has always followed the last two collectives.
 
-        If so, ``what`` needs no comparison: all ranks have learned the same. So every other rank
-        begins ``what`` as well, or gets False, and first compares its collective with all ranks.
+        If so, this rank need not compare ``what``, because all ranks have learned the same order:
+        on a rank that is about to begin a different collective, the result is False.
         """
         return not self.announces or self._next.get(self._last_two) == what
 
@@ -154,7 +154,7 @@ class History:
             del self._next[next(iter(self._next))]
 
     def to_compare(self) -> bytes:
-        """Return a digest of the collectives that this rank has begun, to compare with others'."""
+        """Return a digest of the collectives that this rank has begun, for ranks to compare."""
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
@@ -247,11 +247,11 @@ class CollectiveError(RuntimeError):
 
 
 class named(watched):
-    """Like ``watched``, but replaces the backend's errors by a CollectiveError with the name."""
+    """Like ``watched``, but replaces a backend's error by a CollectiveError with ``op_name``."""
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        # Callers may catch an OutOfMemoryError, which other ranks did not cause. A CollectiveError
-        # from a nested block already names the collective.
+        # Keep an OutOfMemoryError, which callers may catch, and which other ranks did not cause.
+        # Keep a CollectiveError: a nested block has already named the collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return None
@@ -291,8 +291,8 @@ class AsyncWork(named):
     # Whether `is_sent` can become true before `wait_sends` is called. Gloo's sends complete only
     # while a thread waits for them.
     reports_sent: bool = True
-    condition: WaitCondition | None = None  # ends a wait for ``works``
-    sends_need: WaitCondition | None = None  # ends a wait for ``sends``
+    condition: WaitCondition | None = None  # when a wait for ``works`` ends
+    sends_need: WaitCondition | None = None  # when a wait for ``sends`` ends
     _awaited: Sequence[Any] = field(init=False, default=())  # works for which `wait` waits now
 
     def done(self) -> bool:
@@ -304,7 +304,7 @@ class AsyncWork(named):
 
         Other ranks may still read the tensor that this rank sends. So unfinished sends are added to
         ``pending_sends``, and the caller must not write to the tensor before
-        ``pending_sends.wait_sends()`` has returned. None: also wait for the sends.
+        ``pending_sends.wait_sends()`` has returned. With None, wait for the sends, too.
 
         Raises:
             CollectiveError: another rank failed or did not arrive within the group's timeout.
@@ -365,16 +365,15 @@ class AsyncWork(named):
 class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
-    # A wait for the sends would slow down the fastest rank at every unit. So the engine waits only
-    # at the end of a forward or backward, because an optimizer may write the sent shards next.
+    # Waiting for the sends of every unit would slow down the fastest rank. So the engine waits only
+    # at the end of a forward or backward. Afterwards an optimizer may write the sent shards.
 
     def __init__(self) -> None:
         self.pending: list[AsyncWork] = []
 
     def wait_sends(self) -> None:
-        """Wait until other ranks have received all sent tensors, which may be written then."""
-        # Remove each collective before its wait. If the wait raises, the next call waits only for
-        # the others.
+        """Wait until other ranks have received all sent tensors. Then it is safe to write them."""
+        # Remove each collective first: if its wait raises, a later call must not wait again.
         while self.pending:
             self.pending.pop(0).wait_sends()
 

@@ -65,7 +65,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, notes: Iterable[str]) -> None:
     is_first = plan.settings.ranks.world.rank == 0
     messages = list(notes) if is_first else []
     if is_first and (advice := default_extra("advice")):
-        # Ask for advice before making units changes the module: advice is about the user's module.
+        # Collect advice about the user's module now, before making units changes the module.
         messages += advice.about(plan)
     units = _make_units(plan, initial_values, targets)
     put_in_place(root, plan.module)
@@ -97,8 +97,8 @@ def _compare(plan: ModelPlan) -> None:
     # Compare before any other collective: ranks with different plans would deadlock.
     if ranks.world.size > 1:
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
-        # For units that the module contained before, compare only strategies and sizes: the
-        # modules under the same name may be different experts on the ranks.
+        # For units that the module contained before, compare only strategies and sizes: modules
+        # with the same name may be different experts on different ranks.
         units += map(summary, plan.sharded_before.values())
         described = plan.settings.describe().split(", ")
         # The names of facts contain positions, so that ranks also compare the order.
@@ -209,16 +209,16 @@ class InitialValues:
         sync = settings.sync_module_states
         tensors = plan.params | plan.buffers
         kept = {} if sync is not None or settings.broadcast_buffers else plan.buffers
-        # The checksum of each tensor, or 0 if none is needed, because rank 0 broadcasts the
-        # values anyway, or each rank uses its own values.
+        # The checksum of each tensor. None: on the meta device. 0: no checksum is needed, because
+        # rank 0 broadcasts the values anyway, or each rank uses its own values.
         mine = {
             name: None if one.is_meta else 0 if sync or name in kept else checksum(one.detach())
             for name, one in tensors.items()
         }
         self.settings, self.world = settings, world
         self.different = different = names_of_different(mine, world)
-        # Whether rank 0 sends its parameters, and also its buffers. Ranks whose buffers are on the
-        # meta device need rank 0's buffers.
+        # Whether rank 0 broadcasts parameters (`sends`) and buffers (`sends_buffers`). A rank needs
+        # rank 0's buffers if its buffers are on the meta device.
         self.sends = world.size > 1 and (bool(different) if sync is None else sync)
         self.sends_buffers = self.sends and (not kept or not kept.keys().isdisjoint(different))
         marks = bytes(value is None for value in mine.values())
@@ -234,7 +234,7 @@ class InitialValues:
     def shard(self, plan: FlatParamPlan, params: Sequence[OriginalParam]) -> Tensor:
         """Return this rank's shard, ``(shard_numel,)``, with the values of ``params``.
 
-        Values on the meta device are zero. Collective if all ranks take rank 0's values.
+        Parameters without values become zeros. Collective if all ranks take rank 0's values.
         """
         with torch.inference_mode(False), torch.no_grad():
             shard = torch.zeros(plan.layout.shard_numel, dtype=plan.dtype, device=plan.device)
@@ -252,7 +252,7 @@ class InitialValues:
         spec = param.spec
         part = shard[spec.range]
         if self.sends:
-            # A copy of a whole unit may not fit in memory.
+            # Broadcast each parameter separately: a whole unit may not fit in memory.
             if self.world.rank == 0:
                 assert value is not None, "rank 0 has the values"
                 whole = value.permute(spec.order).reshape(-1).to(part.device, part.dtype)
@@ -265,7 +265,7 @@ class InitialValues:
             part.copy_(spec.slice(value))
 
     def take_buffer(self, buffer: Tensor, name: str) -> Tensor:
-        """Broadcast rank 0's values of ``buffer``, and return a buffer with these. Collective."""
+        """Broadcast rank 0's ``buffer``, and return a buffer with its values. Collective."""
         if buffer.is_meta:
             buffer = torch.empty_like(buffer, device=self.settings.device)
         contiguous = buffer.detach().contiguous()
@@ -276,7 +276,7 @@ class InitialValues:
         return buffer
 
     def warnings(self) -> list[str]:
-        """Return a warning, on rank 0, if the ranks start with different weights."""
+        """Return a warning on rank 0 if ranks start with different weights, otherwise nothing."""
         if self.world.rank != 0 or not self.different or self.settings.sync_module_states:
             return []
         first, *others = self.different

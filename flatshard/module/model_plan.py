@@ -47,9 +47,9 @@ class PlannedUnit:
     def flatten(self, precision_plan: PrecisionPlan) -> None:
         """Divide the unit's parameters into flat parameters."""
         plans: dict[tuple[object, ...], FlatParamPlan] = {}
-        # Each large parameter of the root gets its own flat parameter, so that the gradient can be
-        # reduced while other units compute. boundary="tensor" is an exception: it gives each rank
-        # whole parameters, and can balance only parameters in the same flat parameter.
+        # Each large parameter of the root gets its own flat parameter, so that its gradient can be
+        # reduced while other units compute. Exception: boundary="tensor" gives each rank whole
+        # parameters, and can balance the ranks only within one flat parameter.
         splits = not self.name and self.number > 0 and self.settings.boundary != "tensor"
         for info in (info for member in self.members for info in member.infos):
             param = info.param
@@ -97,7 +97,7 @@ class ModelPlan:
         for inner in wrappers.modules_apart(wrappers.units_in(module), world_size):
             self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
         infos = module_tree.find_params(module, self.left_alone)
-        # Keyed by name: the parameters to shard, and the buffers to move to the device and send.
+        # Keyed by name: the parameters to shard, and the buffers to move to the device.
         self.params = {info.name: info.param for info in infos}
         named = module.named_buffers()
         self.buffers = {name: one for name, one in named if id(one) not in self.left_alone}
@@ -149,7 +149,7 @@ class ModelPlan:
 
         def key_of(member: ChosenModule) -> tuple[Settings, set[tuple[torch.dtype, bool]]] | None:
             """Return the properties that modules of a group must share. None: do not group."""
-            # A module that contains units does not run before or after these units, but meanwhile.
+            # A module that contains units is no neighbour of the units: they run in its forward.
             module = member.module
             if any(inner in members and inner != module for inner in module.modules()):
                 return None
@@ -280,14 +280,14 @@ def check_tensors(
 
 
 def _problem(tensor: Tensor, is_param: bool, is_sharded: bool) -> Exception | None:
-    """Return why a tensor cannot be sharded or broadcast. None: it can be."""
+    """Return the error if a tensor cannot be sharded or broadcast, otherwise None."""
     kind, remedy = type(tensor.data), "pass its module in ignored_modules."
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         return ValueError("is not initialised (a lazy module). Run one forward before wrapping.")
     if is_wrapped(tensor):
         return ValueError(f"is already in another ShardedWrapper. {SHARED_REMEDY}")
-    # A flat parameter stores only elements, and would lose the state and methods of a subclass. The
-    # program, such as an optimizer for manifolds, may choose parameters by their class.
+    # Refuse subclasses: a flat parameter stores only elements, and would lose the subclass's state
+    # and methods. Some code (an optimizer for manifolds) also chooses parameters by their class.
     loses_class = is_sharded and type(tensor) is not nn.Parameter
     if is_param and (kind is not Tensor or loses_class):
         name = (type(tensor) if kind is Tensor else kind).__name__
@@ -312,10 +312,10 @@ def _problem(tensor: Tensor, is_param: bool, is_sharded: bool) -> Exception | No
 
 
 def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that submodules have as attributes, without parameters and buffers."""
+    """Yield the tensors that modules have as attributes, other than parameters and buffers."""
     for prefix, submodule in module.named_modules():
         for name, value in vars(submodule).items():
-            # `nn.utils.spectral_norm` sets `weight` before each forward, from `weight_orig`.
+            # Skip `weight` if `nn.utils.spectral_norm` sets it from `weight_orig` in each forward.
             if type(value) is Tensor and f"{name}_orig" not in submodule._parameters:
                 yield f"{prefix}.{name}".lstrip("."), value
 

@@ -88,8 +88,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
     groups = [(unit, unit.topology.intra_group, unit.topology.second_group) for unit in units]
     grids = [one for one in groups if min(one[1].size, one[2].size) > 1]
-    # Ranks need not communicate here: if a unit's groups are the root's groups in reverse order on
-    # one rank, then also on every other rank.
+    # Compare without communication: if a unit has the root's groups in reverse order on one rank,
+    # the unit has them in reverse order on every rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
@@ -122,7 +122,7 @@ _NOTES = {
 
 
 class RootChecks:
-    """Checks a model before each forward of its outermost wrapper, and lists shared buffers."""
+    """Checks a model before each forward of its outermost wrapper. Lists buffers to broadcast."""
 
     context: RunState
 
@@ -167,8 +167,8 @@ class RootChecks:
             _check_not_captured(device)
         if torch._C._is_tracing() or torch.compiler.is_exporting():
             self._check_not_exported()
-        # Check the modules only after a module or parameter was assigned, or a parameter that was
-        # added after wrapping is trained, because checking is slow.
+        # Checking all modules is slow. So check only if a module or parameter was assigned since
+        # the last check, or if a parameter that was added after wrapping is trained.
         trains_added = any(param.requires_grad for param in self._added)
         if trains_added or self._num_registered != _num_registered:
             self._check_modules()
@@ -243,8 +243,8 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
 
 def _check_not_captured(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # A replay of a CUDA graph does not run the Python code that starts collectives. Ask only about
-    # the current device, because torch would initialise another device.
+    # A replay of a CUDA graph does not run the Python code that starts collectives. Query only
+    # the current device, because a query about another device would make torch initialise it.
     is_current = torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -47,7 +47,7 @@ def _as_boundary(value: object) -> Any:
     return extra("boundary", f"ShardedWrapper(boundary={value!r})").as_boundary(value)
 
 
-# The functions that check and convert the values of keywords that need neither module nor ranks.
+# Functions that check and convert the values of keywords, without the module or the ranks.
 READERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": as_mixed_precision,
     "cpu_offload": options.as_cpu_offload,
@@ -86,7 +86,7 @@ def find_device(
         return _read_device(device_id)
     left_alone = ignored.ids()
     present = [param for param in module.parameters() if id(param) not in left_alone]
-    # All ranks must find the same device, although on some ranks all tensors may be on the meta
+    # Skip the meta device: some ranks may have all tensors there, but all ranks must find the same
     # device.
     device = next((param.device for param in present if not param.is_meta), None)
     if (device is None or device.type == "cpu") and torch.cuda.is_available():

@@ -18,9 +18,9 @@ def unit_of(wrapper: ModuleProxy) -> Unit:
 
 
 def modules_below(module: nn.Module, ends: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """Yield ``module``, and all modules and wrappers in it, outermost first, perhaps repeatedly.
+    """Yield ``module`` and all modules and wrappers in it, outermost first.
 
-    The function does not enter a module for which ``ends`` returns True.
+    A shared module may be yielded several times. Does not enter modules for which ``ends`` is true.
     """
     # `module.modules()` would take three times as long, because it builds all modules' names.
     waiting = [module]
@@ -32,7 +32,7 @@ def modules_below(module: nn.Module, ends: Callable[[nn.Module], bool]) -> Itera
 
 
 def wrappers_in(module: nn.Module) -> list[ModuleProxy]:
-    """Return the wrappers in a model that the program made, outermost first."""
+    """Return the wrappers in a model, outermost first. A policy's units have no wrapper."""
     found = modules_below(module, lambda _: False)
     return list(dict.fromkeys(one for one in found if isinstance(one, ModuleProxy)))
 
@@ -56,7 +56,7 @@ def named_unit_modules(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def other_roots(module: nn.Module) -> dict[Unit, Set[nn.Module]]:
-    """Return the units of a module that also belong to other models."""
+    """Return the units that other models contain, too, with these models' outermost wrappers."""
     inside = wrappers_in(module)
     # Use a dict, which has the same order on all ranks. Then all ranks' errors name the same unit.
     return {unit: others for unit in units_in(module) if (others := unit.roots.difference(inside))}

@@ -26,10 +26,10 @@ class Placement:
     reshard_after_backward: bool = True
     # Whether parameters are split only within each node, so that each node has a full replica.
     hybrid: bool = False
-    # With `hybrid`: whether gradients and optimizer state are split over all ranks, and only
-    # parameters within a node.
+    # With `hybrid`: whether only parameters are split within each node, and gradients and optimizer
+    # state are split over all ranks.
     over_all: bool = False
-    # Number of ranks from which backward all-gathers. None: the same ranks as in forward.
+    # Number of ranks over which backward all-gathers parameters. None: the same ranks as forward.
     regather_size: int | None = None
     # Whether ranks may skip the unit in a step, or run units in different orders.
     may_diverge: bool = False
@@ -222,7 +222,7 @@ class CPUOffload:
     Attributes:
         offload_params: offload the shards, their gradients and the optimizer state. Each all-gather
             copies the shard to the device, each reduce-scatter copies the gradient back, and
-            optimizers step in the offload target.
+            optimizers step the offloaded shards.
         offload_optimizer: offload the optimizer state, and on an accelerator also gradients and
             full precision shards. A copy of each shard in the compute dtype stays on the device. No
             effect if ``offload_params`` is set, too.
@@ -286,7 +286,7 @@ class Collectives(enum.Enum):
     SOCKETS = "sockets"
     """Sockets between all ranks, even on one host. Needs gloo."""
     NATIVE = "native"
-    """The backend's own collectives, one per unit and purpose."""
+    """The backend's own collectives, also on gloo."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def as_coalesce_bytes(value: object) -> int:
     """Check the user's ``coalesce_bytes``, and return it. None means the default."""
     if value is None:
         return COALESCE_BYTES
-    # Refuse True, which would mean one byte.
+    # Refuse True, which is an int, and would mean one byte.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"coalesce_bytes: expected an int (of bytes) or None, got {value!r}.")
     if value < 0:

@@ -63,18 +63,18 @@ class MixedPrecision:
             module are cast to the parameters' dtype, and outputs back to the dtype of the inputs.
             By default BatchNorm's classes.
         overrides: dtypes to use instead of ``param_dtype``. The dict maps names in the unwrapped
-            model to dtypes; ``*`` matches any text. A module's name also applies
-            to all modules below, and the module's inputs and outputs are cast as with
+            model to dtypes; ``*`` matches any text. A module's name also applies to all modules
+            below, and the module's inputs and outputs are cast as with
             ``module_classes_to_ignore``. A parameter's name applies to this parameter only, and
-            code that uses the parameter must expect its dtype. If several names match, the
-            innermost decides; if several patterns match, the first in the dict. Gradients are
-            reduced in the chosen dtype, or in ``reduce_dtype`` if ``reduce_dtype`` is wider.
+            code that uses the parameter must expect its dtype. If names of nested modules match,
+            the innermost name decides. If several patterns match a name, the first in the dict
+            decides. Gradients are reduced in the wider of the chosen dtype and ``reduce_dtype``.
         reduce_mode: how gradients are added up: a ``ReduceMode`` or its value, ``"auto"`` or
             ``"fixed_order"``. ``"fixed_order"`` makes gradients bitwise equal in every run with the
             same number of ranks, on every transport and backend.
         gather_dtype: a float8 type in which weights of ``nn.Linear`` are all-gathered, with one
-            scale per 256 elements; afterwards they are cast to ``param_dtype``. None: all-gather in
-            ``param_dtype``.
+            scale per 256 elements. The gathered weights are cast to ``param_dtype``. None:
+            all-gather in ``param_dtype``.
 
     Raises:
         TypeError: a dtype is not a floating point dtype, a flag is not a bool, a class is not a

@@ -39,8 +39,8 @@ PAGED_BYTES = 1 << 20  # minimum size of a shard that fills whole pages
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor, from the outermost in memory to the innermost."""
-    # In a dense tensor, of several dimensions with equal strides at most one is larger than 1. Put
-    # dimensions of size 1 further in, so that `strides_of(order)` returns the tensor's strides.
+    # If dimensions of a dense tensor have equal strides, at most one of the sizes is larger than 1.
+    # Put dimensions of size 1 further in, so that `strides_of(order)` returns the tensor's strides.
     shape, strides = tensor.shape, tensor.stride()
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
@@ -162,7 +162,7 @@ class FlatLayout:
         return LocalSpan(start - begin, end - start, offset)
 
     def holders(self, index: int, ranks: Sequence[int]) -> list[tuple[int, slice]]:
-        """Return pairs: a rank, and its elements of a parameter. ``ranks[i]`` stores shard i."""
+        """Return (rank, slice) for each part of parameter ``index``. ``ranks[i]`` has shard i."""
         start, end, numel = self.spans[index].start, self.spans[index].end, self.shard_numel
         shards = range(start // numel, -(-end // numel)) if start < end else ()
         return [
@@ -204,10 +204,10 @@ def boxes_of(shape: Sequence[int], start: int, stop: int, order: Sequence[int]) 
     """
     strides, at = strides_of(shape, order), start
     while at < stop:
-        # The largest box that begins at element `at` consists of whole slices along one dimension.
+        # Find the largest box that begins at element `at`, from the innermost dimension outwards.
         sizes, numel = [1] * len(shape), 1
         for d in reversed(order):
-            # A slice along a dimension further out must begin at `at`, and end before `stop`.
+            # If dimension `d` begins at `at` and fits, take all of it. Otherwise take a part: done.
             if at % (numel * shape[d]) == 0 and at + numel * shape[d] <= stop:
                 sizes[d], numel = shape[d], numel * shape[d]
                 continue

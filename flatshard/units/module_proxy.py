@@ -104,8 +104,8 @@ class ModuleProxy(nn.Module):
         # `if model:` would call `__len__`, and raise for a wrapped module without a length.
         return True
 
-    # Programs that list modules do not find the wrapper. Otherwise a program that edits all modules
-    # of a class would edit each parameter twice, because the wrapper is an instance, too.
+    # Leave the wrapper out of lists of modules. The wrapper, too, is an instance of the module's
+    # class, so a program that edits all modules of the class would edit each parameter twice.
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -180,8 +180,8 @@ def put_in_place(proxy: Proxy, module: nn.Module) -> Proxy:
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
-        # Trainers read the names of a model's arguments from the signature of `forward`.
-        # `inspect.signature` leaves out the first parameter of a method.
+        # Trainers read the names of a model's arguments from the signature of `forward`. Add one
+        # parameter, because `inspect.signature` leaves out the first parameter of a method.
         bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-# Names of classes whose code reads weights of child modules, also in subclasses. Names, because
-# torchvision may not be installed, and older versions of torch lack some classes.
+# Classes whose code, like the code of their subclasses, reads weights of child modules. The set has
+# names: torchvision may not be installed, and older versions of torch lack some of the classes.
 _READS_CHILDREN = {
     "torch.nn.modules.activation.MultiheadAttention",
     "torch.nn.modules.loss.LinearCrossEntropyLoss",
@@ -40,11 +40,11 @@ class Ignored:
 
     # Ignored modules, with all descendants. All tensors of these modules are ignored.
     modules: frozenset[nn.Module] = frozenset()
-    # Ignored parameters and buffers of other modules: (module, attribute). A conversion, such as
-    # `.to()`, may replace the tensors.
+    # Ignored parameters and buffers of other modules, as (module, attribute): a conversion such as
+    # `.to()` may replace the tensors themselves.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
     names: tuple[str, ...] = ()  # names of the modules and tensors that the user chose
-    is_elsewhere: bool = False  # whether all of these are outside of the wrapped module
+    is_elsewhere: bool = False  # whether the user's choices are all outside of the wrapped module
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the ignored parameters and buffers that the modules have now."""
@@ -150,7 +150,7 @@ class ParamLocation:
 
 @dataclass
 class ParamInfo:
-    """An original parameter, and all its locations in the model. The first determines the name."""
+    """An original parameter, and all its locations in the model. The first one gives the name."""
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
@@ -168,7 +168,7 @@ class ParamInfo:
 
 
 def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
-    """Return the parameters of a model in registration order."""
+    """Return the parameters of a model in registration order, except the ids ``left_alone``."""
     found: dict[int, ParamInfo] = {}
     for path, modules in paths(module):
         inner = modules[-1]
@@ -208,7 +208,7 @@ def unit_text(name: str) -> str:
 
 
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """Return the new name of a parameter of modules whose names were ``before``."""
+    """Return a parameter's name after its modules' names change from ``before`` to ``after``."""
     for old, new in zip(before, after, strict=True):
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name

@@ -49,16 +49,16 @@ class Members:
                 f"{dist.get_backend(group)}. Leave the option out, or make the group with "
                 'backend="gloo".'
             )
-        # Do not send by the user's `group`: errors abort the group, and tags of messages could
-        # match those of the user's messages.
+        # Sockets must not send messages in the user's `group`: an error would abort the group, and
+        # tags could match the tags of the user's messages.
         for_sockets = self.is_gloo and self.options.collectives is not Collectives.NATIVE
-        # A reduction starts when its gradients are complete, so its order among the all-gathers may
-        # differ between ranks, but collectives of one group match only by order.
+        # Reductions get their own group, because collectives of one group match only by order: a
+        # reduction's gradients may be complete before different all-gathers on different ranks.
         with named(self.connecting):
             self.gather_group = new_group(group) if for_sockets else group
             self.reduce_group = new_group(group)
-            # If one rank began an all-gather and another rank exchanged a small value in the same
-            # group, gloo would match two messages of different sizes, and end the process.
+            # If gloo runs the all-gathers, small values get their own group, too. Otherwise gloo
+            # could match an all-gather with another rank's small value, and end the process.
             control = new_group(group) if self.is_gloo and not for_sockets else self.gather_group
             self.host = HostExchange(*control_of(control), self.reduce_group.group_name)
         self.history, self.is_fake = self.host.history, is_fake(self.gather_group)
@@ -69,8 +69,8 @@ def average(rows: Sequence[Tensor], out: Tensor) -> None:
 
     The first row may be ``out`` itself.
     """
-    # A kernel that adds all rows at once would choose the order, on which rounding depends, by the
-    # tensors' sizes.
+    # Add row by row. A kernel that adds all rows at once would choose an order by the tensors'
+    # sizes, and rounding depends on the order.
     if rows[0].data_ptr() != out.data_ptr():
         out.copy_(rows[0])
     for row in rows[1:]:
@@ -119,7 +119,7 @@ class ReduceScatter(NamedTuple):
 
 
 class BufferRequest(NamedTuple):
-    """Arguments of ``allocate_unsharded``: a buffer in host memory, for shards sent as they are."""
+    """Arguments of ``allocate_unsharded``: a host buffer, for shards sent without a cast."""
 
     numel: int  # number of elements of the buffer, which holds the shards of all ranks
     dtype: torch.dtype  # dtype of the buffer and of the shards
@@ -175,6 +175,6 @@ class Transport:
         return device.type == "cuda"
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
-        """Return the dtype in which a reduce-scatter of ``dtype`` adds: that of its ``out``."""
+        """Return the dtype in which a reduce-scatter of ``dtype`` adds; ``out`` must have it."""
         is_narrow = dtype.is_floating_point and dtype.itemsize < 4
         return torch.float32 if is_narrow and (fixed_order or self.adds_here) else dtype

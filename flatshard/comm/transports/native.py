@@ -16,7 +16,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.units.layout import as_bytes, as_real
 
 _USUAL = {torch.float32, torch.float64}  # dtypes that all backends can all-gather
-_LARGE_NUMEL = 1 << 20  # from this size on, backends use their algorithm for large tensors
+_LARGE_NUMEL = 1 << 20  # from this size on, backends use an algorithm for large tensors
 
 _GATHER_OPTIONS = _distributed_c10d.AllgatherOptions()
 _REDUCE_OPTIONS = _distributed_c10d.ReduceScatterOptions()
@@ -54,8 +54,8 @@ class NativeTransport(Transport):
         group = members.reduce_group if request.reduced else members.gather_group
         is_gloo = shard.device.type in self._on_gloo
         if not request.reduced:
-            # Leave out the purpose: one rank may unshard the unit for forward, and another rank for
-            # backward, in the same all-gather.
+            # Compare descriptions without the purpose: one rank may unshard the unit for forward,
+            # and another rank for backward, in the same all-gather.
             what = f"all-gather of {request.unit_fqn or 'the root'!r}, flat parameter {request.tag}"
             if is_gloo:
                 members.host.announce(what)

@@ -7,7 +7,7 @@ begin all-gathers in different orders.
 
 gloo's sends and receives complete only while a thread waits for them. So a background thread waits
 for gradients, and adds them as they arrive. Even beginning a send can take as long as sending the
-data, because gloo may write into the socket directly. So a second background thread begins them.
+data, because gloo may write into the socket directly. So a second background thread begins sends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from flatshard.units.layout import as_bytes
 
 # Gradients are received and added in pieces. While one piece is added, the next pieces arrive.
 PIECE_BYTES = 2 << 20
-# Number of elements added at once. So few stay in the CPU's cache, and torch adds them without
-# starting a pool of threads.
+# Number of elements added at once: so few that they stay in the CPU's cache, and that torch adds
+# them without starting a pool of threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
@@ -54,7 +54,7 @@ class _Message:
     """
 
     def __init__(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> None:
-        """Prepare a message, for ``begin``: method ``recv`` or ``send`` of a process group.
+        """Prepare a message. Argument ``begin``: a process group's method ``recv`` or ``send``.
 
         A sent tensor must not be written until ``wait`` has returned.
         """
@@ -78,9 +78,9 @@ class _Message:
         self._begun = None
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # The program may drop a model during an all-gather. If a receive were freed before the
-        # message arrives, gloo would stop reading from the sender, and all later collectives of the
-        # ranks would wait forever.
+        # The program may drop a model during an all-gather. Keep the receive until the message has
+        # arrived: if a receive is freed earlier, gloo stops reading from the sender, and all later
+        # collectives of the ranks wait forever.
         if not is_ending() and self._begun is not None and self._begun.done():
             with contextlib.suppress(RuntimeError):  # near the end of Python, no thread can start
                 _dropped.put(partial(_end_dropped, self._begun, self._ask))
@@ -132,9 +132,9 @@ class SocketTransport(Transport):
                 out.copy_(arrived)
 
         group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
-        # Begin the receives first. For each receive, gloo sends a notice to the sender, for which
-        # the sender waits. Notices share the connection with data: behind this rank's sends, they
-        # would arrive late, and only one direction of a link would be used at a time.
+        # Begin the receives first. For each receive, gloo sends a notice, and the peer sends data
+        # only after the notice. Notices and data share a connection. Behind this rank's data, a
+        # notice would arrive late, and only one direction of a link would be busy at a time.
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
         self._begins.put(partial(_begin, [*receives, *sends]))
@@ -209,7 +209,7 @@ class _Average:
                 for theirs, peer in zip(values, peers, strict=True)
             ]
             # Add in rank order. But on rank 0, add rank 0's own values second, because `out` may
-            # already contain the first peer's values. The first two summands may be exchanged.
+            # already contain the first peer's values: a + b is equal to b + a.
             values.insert(max(members.rank, 1), mine)
             self._pieces.append(_Piece(part, values, receives))
 
@@ -247,8 +247,8 @@ class _Average:
 class _Thread:
     """A background thread that runs tasks in order. The first task starts the thread."""
 
-    # At its end, Python waits for the threads of `concurrent.futures`. A thread that waits for a
-    # dead rank would block the exit.
+    # Not an executor of `concurrent.futures`: at exit, Python waits for the threads of executors. A
+    # thread that waits for a dead rank would block the exit.
 
     def __init__(self, name: str) -> None:
         self._name = OUR_THREADS + name
@@ -268,7 +268,7 @@ _dropped = _Thread("dropped messages")
 
 
 def _end_dropped(begun: Future[Any], _: object) -> None:
-    with contextlib.suppress(Exception):  # the program has deleted the model of these sends
+    with contextlib.suppress(Exception):  # the program no longer needs the message
         begun.result().wait()
 
 
