@@ -5,10 +5,10 @@ Python. So ``BucketAdapter``, the adapter of an element-wise optimizer (Adam, SG
 parameters into the parameter groups. The extra ``whole_tensors`` has the other optimizers' adapter.
 
 [Note: buckets]
-A bucket is such a 1-D parameter, in the memory of this rank's shard. A bucket replaces several
-sharded parameters, its members, which are neighbours in the shard, and whose gradients are
-neighbours in a flat gradient. So a single kernel steps a whole flat parameter. Between steps, each
-member has its own optimizer state: sharded tensors that are views of the bucket's state.
+A bucket is such a 1-D parameter, in the memory of this rank's shard. A bucket replaces one or more
+sharded parameters: its members. The members are neighbours in the shard. Their gradients are
+neighbours in a flat gradient. So a single kernel can step a whole flat parameter. Between steps,
+each member has its own optimizer state: sharded tensors that are views of the bucket's state.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ TORCHS_OWN = frozenset(
 _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-# For a narrower dtype, the fused kernel computes in float32. The results would then be rounded
-# differently than the results of torch's default kernel.
+# For the fused kernel: device type and dtype of parameters, dtype and layout of gradients. Narrower
+# dtypes would be rounded differently than by the default kernel: this kernel computes in float32.
 _FUSED_KINDS = {("cpu", dtype, dtype, torch.strided) for dtype in (torch.float32, torch.float64)}
 
 _adapters: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
@@ -79,7 +79,7 @@ class OptimizerExtension:
 
 extensions: list[OptimizerExtension] = []
 at_step: list[Callable[[Optimizer], object]] = []
-"""Functions to call with an optimizer when its step begins, except inside another step."""
+"""Functions to call with an optimizer when its step begins, if no other optimizer is stepping."""
 
 
 def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
@@ -159,9 +159,9 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
-    """Return optimizer states that only one rank of each parameter has, keyed by parameter.
+    """Send to all ranks the states that only one rank has. Returns these states by parameter.
 
-    State with one value per element is sharded. Collective.
+    State with one value per element is sent as shards: each rank gets its range. Collective.
     """
     shared: dict[FlatShardTensor, State] = {}
     for one in with_inner(optimizer):
@@ -176,8 +176,8 @@ class Closure:
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
         """Store ``run``, which calls the user's closure. With ``is_early``, also call ``run`` now.
 
-        The early call shows which parameters have gradients. The optimizer's first call then only
-        returns its loss. Only optimizers that change parameters before (SAM) notice the difference.
+        The early call shows which parameters have gradients. The optimizer's own first call then
+        returns the same loss. Only optimizers that change parameters before that call (SAM) notice.
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -188,8 +188,8 @@ class Closure:
             self._is_new = False
             return self.loss
         optimizer = self._optimizer
-        # The user's closure runs a forward, which calls `restore_all`. `restore_all` would put
-        # sharded parameters back into all optimizers in `stepping`.
+        # Remove the optimizer from `stepping`. Otherwise `restore_all`, which the forward in the
+        # user's closure calls, would call `adapter.undo`.
         stepping.pop(optimizer, None)
         adapter = adapter_of(optimizer)
         try:
@@ -226,7 +226,7 @@ class OptimizerAdapter:
 
     def needs_loss(self, optimizer: Optimizer) -> bool:
         """Whether a step with a closure needs the closure's loss before the step. Collective."""
-        # Otherwise `step()` would raise, because no gradient is reduced yet.
+        # If no gradient is reduced yet, `step()` raises unless the closure first runs a backward.
         grads = [param.grad for param in all_params(optimizer) if param.grad is not None]
         return bool(grads) and all(grad in UNREDUCED for grad in grads)
 
@@ -290,7 +290,7 @@ class BucketAdapter(OptimizerAdapter):
     def undo(self, optimizer: Optimizer) -> None:
         self._undo.close()
         with torch._C.DisableTorchFunctionSubclass():
-            # In order, so that `optimizer.state` has the same order on all ranks.
+            # Pop the first bucket, so that `optimizer.state` has the same order on all ranks.
             while self._buckets:
                 self._buckets.pop(0).swap_out(optimizer.state)
 
@@ -300,8 +300,8 @@ class BucketAdapter(OptimizerAdapter):
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether torch's fused kernel supports a group, and the user has not chosen another kernel."""
     # On a CPU, the fused kernel takes a tenth to a third of the default kernel's time, because it
-    # reads all memory only once. It rounds differently: after a step, about 1 of 100 values differs
-    # in the last bit.
+    # reads all memory only once. The results are nearly the same: about 1 of 100 values differs in
+    # the last bit after a step.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
     is_chosen = group["fused"] is not None or group["foreach"] is not None
@@ -323,7 +323,7 @@ ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def _reading(name: str) -> Any:
-    """Return a method of ``BucketState`` that calls ``dict``'s method on state of its own."""
+    """Return a ``BucketState`` method: copy shared tensors, then call the method of ``dict``."""
     method = getattr(dict, name)
 
     def read(self: BucketState, *args: Any) -> Any:
@@ -338,9 +338,9 @@ def _reading(name: str) -> Any:
 class BucketState(dict[str, Any]):
     """Optimizer state of a member of a bucket. The tensors are views of the bucket's state.
 
-    All members share one tensor ``step`` (the number of steps). When a program reads the state, the
-    member gets a tensor of its own, because the program may write to it. The next step joins the
-    members' states again.
+    All members share one tensor ``step`` (the number of steps). When a program reads a member's
+    state, the member gets its own copy of ``step``, because the program may write to the tensor.
+    The next optimizer step joins the members' states again.
     """
 
     is_apart = False
@@ -373,7 +373,7 @@ def apart(state: State) -> State:
 
 
 def shown(state: State) -> State:
-    """Return a parameter's state, with this rank's part, for ``optimizer.state_dict()``."""
+    """Return a state for ``optimizer.state_dict()``: sharded tensors become this rank's parts."""
     values = apart(state).items()
     return {k: one.to_local() if isinstance(one, FlatShardTensor) else one for k, one in values}
 
@@ -400,8 +400,8 @@ def find_buckets(
             position += 1
             continue
         bucket = known.get(id(first))
-        # Reuse the bucket of the last step if possible. This saves creating the views that the
-        # members have of the bucket's state.
+        # Reuse the bucket of the last step if possible. Then the members' states, which are views
+        # of the bucket's state, need not be made again.
         if bucket is None or not bucket.begins_at(params, position):
             members = _neighbours(params, position)
             if bucket is None or not bucket.is_of(members):
@@ -432,7 +432,7 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 
 
 def _flat_grad(param: Any) -> Tensor | None:
-    """Return the flat gradient of which the parameter's gradient is a view. None: not a view."""
+    """Return the flat gradient of which a parameter's gradient is a view, or None if not a view."""
     grad: Any = get_grad(param) if isinstance(param, FlatShardTensor) else None
     is_view = isinstance(grad, FlatShardTensor) and grad.spec is param.spec
     return grad.shard_flat if is_view else None
@@ -517,8 +517,8 @@ class ParamBucket:
         grad, is_one = get_grad(self.members[0]), len(self.members) == 1
         flat = local_grad(grad, self._specs[0]) if is_one else grad.shard_flat.detach()[self._range]
         set_grad(self.param, flat)
-        # Increase the version counter here, because an optimizer that writes to `p.data` does not.
-        # With the old counter, flatshard would reuse unsharded buffers that have the old values.
+        # Increase the version counter here, because a write to `p.data` in the step does not. With
+        # the old counter, flatshard would reuse unsharded buffers that have the old values.
         torch._C._increment_version((self.param,))  # type: ignore[attr-defined]
         return [self]
 
@@ -532,8 +532,8 @@ class ParamBucket:
         if shared is None:
             return
         # If the optimizer has updated the state in place, the views of the last step are valid. But
-        # if a member's state was read during the step (by Dynamo, for example), the member has got
-        # a copy of `step` from before the update.
+        # make new views if a member's state was read during the step (by Dynamo, for example): then
+        # the member has a copy of `step` from before the update.
         is_same = shared is self._shared and _are_same(_values([shared]), self._shared_made)
         if not is_same or any(map(_IS_APART, self._states)):
             self._split(shared, states)
@@ -546,7 +546,7 @@ class ParamBucket:
         The state of padding is zero, so that the optimizer computes no inf or NaN there.
         """
         sizes = [size for spec in self._specs for size in (spec.numel, math.prod(spec.shape))]
-        # If several elements are here, the shape of state shows whether it has a value per element.
+        # If no parameter or range has one element, shapes show which state has a value per element.
         numbers = numbers_in(states.items()) if 1 in sizes else set[str]()
         found = zip(self.members, self._found, strict=False)
         own = {p: _local_state(p, state, numbers) for p, state in found if state is not None}
@@ -562,8 +562,8 @@ class ParamBucket:
             shapes = {param: getattr(state[key], "shape", None) for param, state in own.items()}
             base = getattr(value, "_base", None)
             if base is not None and all(self._is_part(base, p, s[key]) for p, s in own.items()):
-                # These are views of the last step's state, perhaps edited, or of another optimizer.
-                # Keep the memory, because the program may keep references to the views.
+                # The values are views of one tensor, made by an earlier step or another optimizer.
+                # Use this tensor, because the program may have references to the views.
                 shared[key] = base
             elif key not in numbers and all(s == (p.spec.numel,) for p, s in shapes.items()):
                 shared[key] = value.new_zeros(self.param.numel())
@@ -689,8 +689,8 @@ def named_values(state: State) -> dict[str, Any]:
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
     """Return the names of state that is one number per parameter, for parameters of any shape.
 
-    Looks only at parameters with several elements, because a parameter of one element has one
-    number of each kind of state. ``states``: pairs of a parameter (or its spec) and its state.
+    Looks only at parameters with several elements: if a parameter has one element, state with one
+    value per element is also one number. ``states``: pairs of a parameter (or its spec) and state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

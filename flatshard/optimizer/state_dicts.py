@@ -48,7 +48,7 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 def torch_request() -> Any:
-    """Return the ``StateDictOptions`` of a running ``get_state_dict`` of torch (or ``set``).
+    """Return the ``StateDictOptions`` of torch's running ``get_state_dict`` or ``set_state_dict``.
 
     Returns None if no such function is running in this thread.
     """
@@ -169,7 +169,7 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
 
 
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
-    """Return a deep copy of nested containers, with all tensors on ``device``, if given.
+    """Return a deep copy of nested containers, with all tensors on ``device`` if it is given.
 
     numpy's numbers become Python numbers, so that files can be loaded without running code.
     With ``shares_memory``, a tensor that is already on the device is not copied.

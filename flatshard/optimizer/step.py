@@ -127,7 +127,7 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
         is_early = adapter.needs_loss(optimizer)
         closure = adapters.Closure(run, optimizer, is_early=is_early)
     _check_params(optimizer)
-    # If another optimizer is stepping, this step is a part of that optimizer's step.
+    # Call `at_step` only for an outermost step, not inside the step of another optimizer.
     for record in () if stepping else adapters.at_step:
         record(optimizer)
     stepping[optimizer] = adapter
@@ -213,7 +213,7 @@ def check_reduced(
         where = f"{shown[0]}, rank {world.rank}"
         error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:
-        # Under `no_sync`, it may be that only some ranks have unreduced gradients.
+        # After a forward under `no_sync`, perhaps only some ranks have unreduced gradients.
         raise_everywhere(error, world, op_name="clip_grad_norm_")
     if error is not None:
         raise error

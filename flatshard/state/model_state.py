@@ -1,14 +1,14 @@
 """State dicts of models: full or sharded tensors, under the names of the unwrapped model.
 
-torch's ``state_dict()`` recurses over the modules. In its result, state dict hooks on the modules
-replace sharded values by full values, for example. So the order of entries, extra state and users'
-hooks work as in an unwrapped model, and so does ``state_dict()`` of a submodule.
+torch's ``state_dict()`` recurses over the modules. Hooks that flatshard registers on the modules
+then replace sharded values in the result (by full values, for example). So the order of entries,
+extra state, users' hooks and ``state_dict()`` of a submodule work as in an unwrapped model.
 
 [Note: writes into state dicts]
 In an unwrapped model's state dict, the tensors share memory with the parameters, and some classes
 for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
-are full copies of the parameters. So ``WriteThrough`` copies values that users write into these
-tensors to the shards, when the model is used next or when the tensor is freed.
+are full copies of the parameters. So ``WriteThrough`` looks for writes into the copies when the
+model is used next or when a copy is freed, and then copies the written values to the shards.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
 
 
 def hosts_of(parts: Iterable[FlatParamHandle | Unit]) -> list[HostExchange]:
-    """Return an exchange for each group of ranks that trains some of ``parts``."""
+    """Return the ``HostExchange`` of each group of ranks that trains some of ``parts``."""
     return [*{part.topology.world.ranks: part.topology.world.host for part in parts}.values()]
 
 
@@ -104,7 +104,7 @@ class UnitStateDict:
         self._depth = 0
         places = (place for handle in unit.handles for place in handle.places)
         for module in {*unit.modules, *(module for module, _, _ in places)}:
-            # torch sets an attribute on these hooks, which a bound method does not allow.
+            # torch sets an attribute on the first two hooks, which a bound method does not allow.
             module.register_state_dict_pre_hook(partial(self._enter))
             module.register_state_dict_post_hook(partial(self._after_save))
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -140,7 +140,7 @@ class UnitStateDict:
             )
 
     def requested(self) -> StateDictOptions:
-        """Return the options of torch's ``get_state_dict`` while it runs, or the unit's options."""
+        """Return the options of torch's ``get_state_dict`` while it runs, otherwise the unit's."""
         if (asked := torch_request()) is None:
             return self.options
         return StateDictOptions(not asked.full_state_dict, asked.cpu_offload, is_for_rank_0(asked))
@@ -171,8 +171,8 @@ class UnitStateDict:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:
-            # No call encloses the call for a unit's module. Reset the depth, which may be wrong if
-            # an earlier call has raised.
+            # The call for a unit's own module is the outermost call. Reset the depth, which may be
+            # wrong if an earlier call has raised.
             self._depth = 0
         self.writes.check()
         self._depth += 1
@@ -243,7 +243,7 @@ def _treat_rest(state_dict: StateDict, key: str, to_cpu: bool, is_saving: bool) 
 
 
 def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
-    """Return the options that all units of a model share, or default options without units."""
+    """Return the options that all units of a model share, or the default without units."""
     options = {part.options: part.unit.name for part in parts}
     if len(options) > 1:
         (first, one), (second, other), *_ = options.items()
@@ -257,7 +257,7 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
 def without_ddp_prefix(state_dict: StateDict, own: Collection[str]) -> dict[str, Any]:
     """Remove DistributedDataParallel's prefix ``module.`` from the names, if present.
 
-    The prefix of ``own``, names in the model, stays: a child of the model may be named ``module``.
+    Removes nothing if a name is in ``own`` (the model's names): then a child is named ``module``.
     """
     if all(key.startswith("module.") and key not in own for key in state_dict):
         return {key.removeprefix("module."): value for key, value in state_dict.items()}
@@ -329,7 +329,7 @@ class WriteThrough:
             )
 
     def take_over(self, some: Sequence[WatchedCopy]) -> None:
-        """Copy values that users wrote into ``some`` tensors of state dicts to the shards."""
+        """Copy values that users wrote into the state dict tensors ``some`` to the shards."""
         for given in some:
             state, given.state = given.state, _state(given.copy)
             if state == given.state:

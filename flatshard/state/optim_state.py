@@ -79,7 +79,7 @@ class OptimState:
     def full(
         self, state_dict: StateDict | None, device: torch.device | None, rank0_only: bool
     ) -> StateDict:
-        """Return the full state by parameter name, on ``device``. Collective."""
+        """Return the full state, keyed by parameter name, on ``device``. Collective."""
         shared, units = self._shared(), self.units
 
         def prepare() -> tuple[StateDict, Facts]:
@@ -104,7 +104,7 @@ class OptimState:
         return copied(full, device, shares_memory=True) if is_kept else {}
 
     def sharded(self, state_dict: StateDict | None, device: torch.device | None) -> StateDict:
-        """Return the state by parameter name. State with one value per element is sharded.
+        """Return the state, keyed by parameter name. State with one value per element is sharded.
 
         The tensors share memory with the optimizer's state, unless they are copied to the CPU.
         """
@@ -118,7 +118,7 @@ class OptimState:
         return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
 
     def unsharded(self, named: StateDict) -> dict[str, Any]:
-        """Return the state of parameters that are not sharded (NO_SHARD), to compare ranks.
+        """Return the state of parameters that are not sharded (NO_SHARD), for ranks to compare.
 
         A checkpoint contains a single copy of this state, so the state must be equal on all ranks.
         ``named``: the optimizer's state dict, keyed by parameter name.
@@ -212,7 +212,7 @@ class OptimState:
         return _renamed(state_dict, {key: unwrapped(name) for name, key in key_of.items()})
 
     def _names(self, number: int, saved: StateDict) -> Sequence[str]:
-        """Return the names of parameters in group ``number``, which was ``saved``."""
+        """Return the names of the parameters in ``saved``, which is group ``number`` of a state."""
         keys = saved["params"]
         if "param_names" in saved or all(isinstance(key, str) for key in keys):
             return saved.get("param_names", keys)  # type: ignore[return-value]
@@ -233,7 +233,7 @@ def _rest(state_dict: StateDict) -> StateDict:
 
 
 def _renamed(state_dict: StateDict, name_of: dict[Any, str]) -> StateDict:
-    """Return a state dict with names of parameters in place of their keys."""
+    """Return a state dict whose keys of parameters are replaced by the names in ``name_of``."""
     saved = state_dict["param_groups"]
     groups = [{**_options(one), "params": [name_of[k] for k in one["params"]]} for one in saved]
     state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}

@@ -34,7 +34,7 @@ class FlatParamPlan:
     """How to make one flat parameter: its layout, process groups, devices and dtypes.
 
     A conversion (``model.to(...)``) does not change the plan. ``unit_name`` and ``pending_sends``
-    change if the user later wraps a module around the unit.
+    change if the user later wraps a module that contains the unit.
     """
 
     unit_name: str  # name of the unit, for errors
@@ -48,7 +48,7 @@ class FlatParamPlan:
     layout: FlatLayout = field(init=False)  # set once the number of ranks is known
     topology: Topology = field(init=False)  # set when the unit is made, like `targets`
     targets: OffloadTargets = field(init=False)
-    # Collectives of the model of which other ranks may still be reading the sent tensors.
+    # The model's collectives whose sent tensors other ranks may still be reading.
     pending_sends: PendingSends = field(init=False, default_factory=PendingSends)
 
     def take_params(self) -> list[OriginalParam]:
@@ -89,9 +89,9 @@ class FlatParameter(nn.Parameter):
         # No `requires_grad`: autograd computes gradients of the full parameters, not of the chunk.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
-        # Use weak references, because each original parameter refers to a view of the chunk, and
-        # the view to this object. Python's garbage collector does not see the second reference, and
-        # would never free the cycle.
+        # Use weak references: each original parameter refers to a view of the chunk, and the view
+        # refers to this object. Python's garbage collector does not see the view's reference, so it
+        # would never free a cycle of these objects.
         self._params = [weakref.ref(param) for param in params]
         return self
 
@@ -126,12 +126,13 @@ class OriginalParam:
             unsharded buffer (this rank stores all elements, and forward computes in the same
             dtype), ``full`` is ``sharded``.
         kept_grad: the tensor object that was last put into ``.grad``. `Gradients.publish` reuses
-            the object if the program does not refer to it. While unused, it has no attributes.
+            the object if the program does not refer to it. While the object waits for reuse, its
+            ``__dict__`` is empty.
         taken_grad: weak reference to the tensor that the running backward has taken out of
-            ``.grad``. If the program still refers to the tensor, the next gradient becomes this
-            Python object. Otherwise a function that returns None.
-        published: weak reference to the tensor that was last put into ``.grad``, for a parameter
-            that is not sharded. Otherwise a function that returns None.
+            ``.grad``, or a function that returns None. If the program still refers to the tensor,
+            the next gradient is stored in the same Python object.
+        published: if the parameter is not sharded, weak reference to the gradient that was last put
+            into ``.grad``. Otherwise, and before the first gradient, a function that returns None.
         post_accumulate_hooks: users' hooks (``register_post_accumulate_grad_hook``), to call
             once the reduced gradient is in ``.grad``.
     """
@@ -220,17 +221,17 @@ class OriginalParam:
             )
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
-                # ``swap_tensors`` raises if a tensor has weak references, so replace the RNN's
-                # references. None means to the RNN that the weight has not changed.
+                # ``swap_tensors`` raises if a tensor has weak references, so remove the RNN's
+                # references. The RNN takes None for a weight that has not changed.
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
-                    # The hook computes the weight before each forward. Detach the weight from its
-                    # last autograd graph, which refers to the parameter: the swap below would fail.
+                    # The hook computes the weight before each forward. The weight's autograd graph
+                    # refers to the parameter, so the swap below would fail. Detach the weight.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = sharded_tensor.attributes_of(param)
-        # torch's own dictionaries, so that users' handles can still remove the hooks.
+        # Keep torch's own dictionaries, so that users' handles can still remove the hooks.
         hooks = param._backward_hooks
         post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
         param.grad = None
@@ -263,7 +264,7 @@ class OriginalParam:
     # ------------------------------------------------------------ the full parameter
 
     def make_full(self, view: Tensor | None) -> None:
-        """Set ``full`` to a new parameter in the memory of ``view``. None: set to ``sharded``."""
+        """Set ``full`` to a new parameter in the memory of ``view``, or to ``sharded`` if None."""
         before: nn.Parameter | None = getattr(self, "full", None)
         self.full = self.sharded if view is None else nn.Parameter(view, False)
         if view is not None:
@@ -305,19 +306,19 @@ class OriginalParam:
     def of_chunk(self, chunk: Tensor) -> Tensor:
         """Return a tensor for ``.grad``: a view of ``chunk``, this rank's flat gradient."""
         if not self.is_sharded:
-            # Programs call `p.grad.detach_()`, and torch refuses to detach a view in place.
+            # Return `.data`, which is not a view: torch refuses `p.grad.detach_()` for views.
             return self._in_taken(view_of(chunk, self.span).data)
         spec, origin = self.spec, FlatShardTensor.shard_origin
         local, role = chunk.narrow(0, spec.start, spec.numel), sharded_tensor.GRADIENT
         return self._in_taken(FlatShardTensor(local, spec, role=role, flat=chunk, origin=origin))
 
     def _in_taken(self, grad: Tensor) -> Tensor:
-        """Return ``grad``, as the object ``taken_grad`` if there is one."""
+        """Return ``grad``, in the Python object of ``taken_grad`` if this tensor still exists."""
         taken: Any = self.taken_grad()
         self.taken_grad = NoneType
         if taken is None:
             return grad
-        # A swap also changes the class, but fails if there is a weak reference to the tensor.
+        # Only a swap changes the class, too. But a swap fails if the tensor has weak references.
         put: Any = torch.utils.swap_tensors if self.is_sharded else Tensor.data.__set__  # type: ignore[attr-defined]
         put(taken, grad)
         return taken
@@ -362,5 +363,5 @@ class OriginalParam:
             self.post_accumulate_hooks.clear()
 
 
-# `run_hooks` calls users' hooks inside of backward, but after the gradients are averaged.
+# Users' hooks run in backward, but after averaging: treat their operations as the program's.
 sharded_tensor.CALLERS[id(OriginalParam.run_hooks.__code__)] = sharded_tensor.Caller.PROGRAM

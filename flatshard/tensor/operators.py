@@ -116,8 +116,8 @@ def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Call
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
     if not all(tensor.is_alike and not tensor.shard_origin.is_arriving for tensor in sharded):
         return None
-    # A user's `torch.autograd.Function` or hook may make ``zeros_like(weight)``, and then add this
-    # rank's gradient. In a derivative formula, a plain operand may be this rank's gradient.
+    # This rank's gradient must stay full. A user's `torch.autograd.Function` or hook may add it to
+    # ``zeros_like(weight)``, and in a derivative formula, a plain operand may be this gradient.
     is_mixed = origin.source >= Source.OTHER
     if caller is Caller.PROGRAM_FOR_GRADIENT or (caller is Caller.AUTOGRAD and is_mixed):
         return "in the computation of a gradient"
@@ -417,13 +417,13 @@ def joined_norms(
     elements of each tensor. ``names``: texts that ranks compare. ``dtype``: dtype in which to
     compute the norms of the parts. None: the dtype of each part, but at least float32.
     """
-    # Use absolute values, on which a norm depends only: for complex numbers and order 0, torch
-    # would warn.
+    # Replace complex numbers by absolute values. The norm stays the same, and torch does not warn
+    # about order 0.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     on_host = comms[0].host.device if comms else torch.device("cpu")
     device = parts[0].device if parts[0].device.type != "cpu" else on_host
-    # The norm of a tensor of which this rank has no elements. It does not change the result: for a
-    # negative order, infinity to this power adds 0 to the sum.
+    # Norm for a tensor of which this rank has no elements. It must not change the result: with a
+    # negative order, infinity raised to the order adds 0 to the sum.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)
     for kind in {part.dtype for part in parts if part.numel() > 0}:
@@ -437,7 +437,7 @@ def joined_norms(
     op_name = f"norm of order {order:g} of {names[0]}{others}"
     if math.isinf(order):
         return _extremes(local, comms, largest=order > 0, op_name=op_name)
-    # The norm of order 0 is the number of nonzero elements, a plain sum.
+    # The norm of order 0 is the number of nonzero elements: add these numbers without powers.
     return _reduced(local.pow(order or 1.0), comms, "SUM", op_name).pow(1 / (order or 1.0))
 
 
@@ -539,8 +539,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` contains sharded parameters.
 
     Only calls of ``grad`` in the backward of a user's ``torch.autograd.Function`` (a checkpoint, or
-    the adjoint method of an ODE) are supported. They return this rank's gradients of the full
-    parameters. When the user's function returns them, ``average_full_gradients`` averages them.
+    the adjoint method of an ODE) are supported. These calls return this rank's full gradients. The
+    hook of ``average_full_gradients`` averages the gradients that the user's function returns.
     """
     given = sharded_tensor.sharded_in((*args[1:], *kwargs.values()))
     params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}

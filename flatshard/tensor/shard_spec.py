@@ -16,9 +16,9 @@ from flatshard.units.module_tree import unit_text
 
 
 class ParamOwner:
-    """Interface of a model to operations on its sharded parameters.
+    """The methods of a model that operations on its sharded parameters call.
 
-    This base class does nothing: it serves copies, and parameters whose model was deleted.
+    This base class does nothing. Copies, and parameters whose model was deleted, use an instance.
     """
 
     is_in_forward = False  # whether a forward of the model is running
@@ -32,13 +32,13 @@ class ParamOwner:
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Notify the model that a backward reaches a use of a parameter outside of forward.
+        """Notify the model that a backward reaches an operation that used a parameter.
 
-        Called before the gradient of this use is averaged.
+        The operation ran outside of forward. Called before the operation's gradient is averaged.
         """
 
     def bring_back(self, spec: ShardSpec) -> bool:
-        """Unshard a parameter's unit again for a read in backward, if possible. Returns whether."""
+        """Unshard a parameter's unit again for a read in backward. Returns False if impossible."""
         return False
 
 
@@ -81,8 +81,8 @@ class ShardSpec:
     # Disk for optimizer state with one value per element (`OffloadTargets.state`). None: the state
     # is stored beside the shard.
     state_target: Any = None
-    # Function that returns pairs of a rank of `comm` and a slice, the range of the parameter that
-    # the rank stores. None: only this rank stores elements.
+    # Function that returns pairs: a rank of `comm`, and the range of the parameter (a slice) that
+    # this rank of `comm` stores. None: only the current rank stores elements.
     holders: Any = None
     # Weak references to the model: gradients and optimizer state refer to this object, and must not
     # keep a deleted model in memory.
@@ -139,13 +139,13 @@ class ShardSpec:
 
     @property
     def whole(self) -> Any:
-        """Object with the ``shape`` and ``strides`` of the whole DTensor, or of the parameter."""
+        """Object with the whole DTensor's ``shape`` and ``strides``. Without DTensor: this spec."""
         return self.tensor_parallel or self
 
     def unsplit(self, local: Tensor) -> Tensor:
-        """Return the whole DTensor as a plain tensor, or ``local`` without tensor parallelism.
+        """Return the whole DTensor of which ``local`` is this rank's part, as a plain tensor.
 
-        Collective with tensor parallelism: the ranks of the tensor-parallel groups.
+        Collective: all ranks of the tensor-parallel groups. Without such groups, returns ``local``.
         """
         return local if self.tensor_parallel is None else self.tensor_parallel.full(local)
 
@@ -169,7 +169,7 @@ class ShardSpec:
     def refuse_part(self, operation: str) -> None:
         """Raise NotImplementedError if the parameter is part of a DTensor.
 
-        Callers must not have communicated yet. Then all ranks raise, and none waits.
+        Call this before any communication. Then all ranks raise, and no rank waits for another.
         """
         if len(self.comms) > 1:
             raise NotImplementedError(

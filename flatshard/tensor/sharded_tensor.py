@@ -61,7 +61,7 @@ def untraced(function: _Function) -> _Function:
 # The functions that implement torch's operators for sharded tensors, keyed by operator name and
 # called as ``handler(func, args, kwargs)``. ``flatshard.tensor.operators`` adds handlers.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-# Replacements of torch functions that autograd would differentiate wrongly, keyed by the function.
+# Replacements of torch functions that autograd would differentiate wrongly, keyed by function.
 # If a replacement returns NotImplemented, torch's function runs.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 _GRAD: Any = Tensor.grad
@@ -70,7 +70,7 @@ _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_d
 GRADIENT = "gradient of"  # value of `FlatShardTensor.shard_role` for a parameter's gradient
 
 # Gradients in ``.grad`` that are not reduced yet (under no_sync), and sharded tensors computed from
-# these gradients. The values are unit names, for errors. Norms and optimizer steps of them raise.
+# these gradients. Values: unit names, for errors. Norms and optimizer steps of these tensors raise.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 # Sharded parameters whose ``.grad`` the program has set to a full tensor since the last backward.
 ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
@@ -97,8 +97,8 @@ class Caller(enum.Enum):
     """Who called an operator on a sharded tensor."""
 
     PROGRAM = enum.auto()
-    # A ``torch.autograd.Function`` or a tensor hook of the program. It computes this rank's
-    # gradient, which is not averaged yet, as under DistributedDataParallel.
+    # A ``torch.autograd.Function`` or a tensor hook of the program. As under
+    # DistributedDataParallel, it computes this rank's gradient, which is not averaged yet.
     PROGRAM_FOR_GRADIENT = enum.auto()
     AUTOGRAD = enum.auto()  # a derivative formula of torch
 
@@ -148,19 +148,19 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
         source = max(source, tensor.shard_origin.source)
         if tensor.shard_origin.is_arriving:
             graph_task = tensor.shard_origin.graph_task
-            # Under DistributedDataParallel, a hook or `torch.autograd.Function` gets this rank's
-            # gradient. Here it gets the average, and may compute another result, such as a square.
+            # Here, a hook or `torch.autograd.Function` gets the average. DistributedDataParallel
+            # would pass this rank's gradient, and the result (a square) may differ: use OTHER.
             source = source if caller is Caller.AUTOGRAD else max(source, Source.OTHER)
     return Origin(source, graph_task=graph_task)
 
 
-# The caller that a function on the stack stands for. The keys are `id`s of code objects, because
-# hashing a code object is slow. None: autograd's engine, which calls formulas and hooks.
+# Functions that show, if they are on the call stack, who called an operator. Keys are `id`s of code
+# objects, whose hash is slow. None: the engine of autograd, which calls formulas and hooks.
 CALLERS: dict[int, Caller | None] = {id(torch.autograd.graph._engine_run_backward.__code__): None}
 
 
 def caller_of_operator() -> Caller:
-    """Return who called the operator on a sharded tensor that is running."""
+    """Return who called the operator that is now running on a sharded tensor."""
     # In the forward of a `torch.autograd.Function`, torch disables forward-mode gradients.
     in_function = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
     if not in_function and torch._C._current_graph_task_id() == -1:
@@ -173,7 +173,7 @@ def caller_of_operator() -> Caller:
             if found is not Caller.PROGRAM_FOR_GRADIENT or in_function:
                 return found or caller
             caller = found
-    # A backward on an accelerator calls hooks and formulas in a thread without other Python frames.
+    # No frame of the engine: on an accelerator, backward calls hooks and formulas in a C++ thread.
     return caller
 
 
@@ -201,8 +201,8 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
 
 
 def _count_references() -> int:
-    # Measure the count, as the setter of `FlatShardTensor.grad` does: it depends on the version of
-    # Python.
+    # Measure the count in the same way as the setter of `FlatShardTensor.grad`: the count for a
+    # local variable depends on the version of Python.
     only = torch.empty(0)
     return sys.getrefcount(only)
 
@@ -275,8 +275,8 @@ class FlatShardTensor(torch.Tensor):
         is_unit_parameter: whether the tensor is a parameter of the model, not computed from one.
         shard_origin: how the values were computed.
         shard_role: the tensor's relation to the parameter, such as ``"gradient of"``. It is part of
-            each collective's name. Ranks compare these names, so they never combine ranges of
-            different tensors.
+            each collective's name. Ranks compare the names, so that a collective never combines
+            ranges of different tensors.
     """
 
     # Users set attributes of parameters (``p.role = "bias"``). So attributes that flatshard sets
@@ -289,7 +289,7 @@ class FlatShardTensor(torch.Tensor):
     # Set, in `__dict__`, while an `OriginalParam` refers to this object as `kept_grad`, for reuse.
     is_kept: bool
     shard_role: str = GRADIENT
-    # With tensor parallelism: whether ``shape`` is that of the whole DTensor (in `StateShard`).
+    # With tensor parallelism: whether ``shape`` is the whole DTensor's shape (`StateShard`).
     shows_unsplit = False
 
     # Set for a gradient that `Gradients.show` has put into `.grad`: this rank's unreduced gradient
@@ -297,9 +297,9 @@ class FlatShardTensor(torch.Tensor):
     shard_unreduced: Tensor | None = None
     shard_version = 0
 
-    # `__new__` sets `shard_origin` and `shard_local`. `Gradients` may leave them out, for
-    # speed, because few programs read them. So the defaults are this origin, which all gradients
-    # share (no write changes it, `is_fixed`), and a `shard_local` that is computed on demand.
+    # Defaults for gradients whose objects `Gradients` reuses, for speed, without `__new__`. These
+    # gradients share this origin, which no write changes (`is_fixed`). Few programs read
+    # `shard_local`, so it is computed on demand.
     shard_origin: Origin = Origin(Source.GRADIENTS, is_fixed=True)
 
     @cached_property
@@ -307,7 +307,7 @@ class FlatShardTensor(torch.Tensor):
         if self.shard_unreduced is None:
             return self.shard_flat.narrow(0, self.spec.start, self.spec.numel)  # type: ignore[union-attr]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # Slice before the cast: a slice of the cast tensor would keep all of it in memory.
+            # Slice, then cast: a slice of the cast tensor would keep all of that tensor in memory.
             local = self.spec.slice(self.shard_unreduced)
             local = local.to(self.device, _DTYPE.__get__(self))
         self.shard_version = local._version
@@ -410,7 +410,7 @@ class FlatShardTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
-            # After `kept = p.data; p.data = other`, `kept` must have the old values.
+            # After `kept = p.data; p.data = other`, `kept` must still have the old values.
             storage = self.local.untyped_storage()._cdata
             for alias in list((self.shard_origin.aliases or {}).values()):
                 is_same = alias.spec is self.spec  # gradients of other parameters share the origin
@@ -419,9 +419,9 @@ class FlatShardTensor(torch.Tensor):
                     alias.shard_origin = Origin(alias.shard_origin.source)
             self.copy_(value)
 
-    # Raises if the caller is a collective with a list of tensors (``dist.scatter(x, [p, p])``).
+    # Reading ``dtype`` raises in a collective with a list of tensors (``dist.scatter(x, [p, p])``).
     # ``__torch_function__`` and ``__torch_dispatch__`` do not see all such lists, but
-    # torch.distributed reads the tensors' dtypes first.
+    # torch.distributed first reads the dtypes of the listed tensors.
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the elements, like ``Tensor.dtype`` of a plain tensor."""
@@ -444,9 +444,9 @@ class FlatShardTensor(torch.Tensor):
             before: Any = _GRAD.__get__(self)
             _GRAD.__set__(self, value)
             is_kept = before is not None and before is not value and "is_kept" in before.__dict__
-            # If the program has no reference to the old gradient, free its memory and leave the
-            # object in `kept_grad`, for reuse. Otherwise remove it from `kept_grad`. References of
-            # flatshard: this local variable (`_NUM_REFERENCES`), and `kept_grad`.
+            # If the program has no reference to the old gradient, free the gradient's memory, but
+            # keep the object in `kept_grad`, for reuse. Otherwise set `kept_grad` to None. The
+            # references of flatshard are this local variable (`_NUM_REFERENCES`) and `kept_grad`.
             if (
                 is_kept
                 and sys.getrefcount(before) == _NUM_REFERENCES + 1
@@ -468,8 +468,8 @@ class FlatShardTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Return the memory address of this rank's elements, or another number that is unique."""
-        # torch returns 0 for a tensor without elements. A program that finds tied parameters by
-        # their addresses would take all parameters without elements here for one.
+        # torch returns 0 for a tensor without elements. A program that compares addresses to find
+        # tied parameters would treat all parameters without elements on this rank as tied.
         return self.local.data_ptr() or id(self.spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
@@ -501,7 +501,7 @@ class FlatShardTensor(torch.Tensor):
         full = self._full()
         if full is None:
             return super().register_hook(hook)
-        # torch refuses hooks on frozen tensors, and `full` may be frozen still, unlike `self`.
+        # torch refuses hooks on frozen tensors. If `self` was unfrozen, `full` may still be frozen.
         if self.requires_grad:
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
@@ -528,7 +528,7 @@ class FlatShardTensor(torch.Tensor):
     # DCP gets the boxes as views of the range, so that loading writes in place.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        # Slow to import.
+        # Import these modules only here, because the import is slow.
         from torch.distributed.checkpoint import metadata, planner
 
         # List no empty chunk (DCP's word for a box): an empty chunk may have the same offsets as a
@@ -677,9 +677,8 @@ def not_reduced(where: str, caller: str) -> str:
 
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
-    # Increase the shard's version counter. From the counter, the next unshard sees that the shard
-    # has changed since the last all-gather. Operations under ``__torch_dispatch__`` do not increase
-    # the counter themselves.
+    # Operations under ``__torch_dispatch__`` do not increase the shard's version counter, by which
+    # the next unshard sees that the shard has changed since the last all-gather. Increase it here.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
@@ -733,7 +732,7 @@ ATTRIBUTES = frozenset({"__get__", "__set__"})
 def is_counted() -> bool:
     """Whether this code runs inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
 
-    There, torch raises if the recomputation saves more or fewer tensors than the forward. But a
+    The checkpoint raises if the recomputation saves more or fewer tensors than the forward. But a
     parameter may be sharded in the forward and unsharded in the recomputation. So operations on
     the sharded parameter must save as many tensors as operations on the unsharded parameter.
     """
@@ -760,7 +759,7 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
     writer: Any = next((one["storage_writer"] for one in local if "storage_writer" in one), None)
     if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
         return
-    # The writer writes at most one box of a tensor per rank. Without `save_distributed`, only one.
+    # The writer writes one box of a tensor per rank, or without `save_distributed` one in total.
     if num_boxes > 1 or not writer.save_distributed:
         raise RuntimeError(
             f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. This rank holds "

@@ -2,9 +2,9 @@
 
 [Note: freed parameters]
 In forward, a user may store an unsharded parameter, and read it after its unit (a module with its
-flat parameters) was resharded. The read would crash the process. With the shared-memory transport,
-the read may mix values from before and after an optimizer step. So resharding changes the class of
-full parameters to ``FreedParameter``, whose operations raise. Unsharding changes the class back.
+flat parameters) was resharded. The read would crash the process or, with the shared-memory
+transport, might mix values from before and after an optimizer step. So resharding changes the class
+of full parameters to ``FreedParameter``, whose operations raise. Unsharding changes the class back.
 
 The user may also store a view of a parameter, such as ``weight[0]``. For views, ``forbid`` makes
 torch raise when an operation reads the memory, in C++ too. If the installed torch cannot do this,
@@ -56,8 +56,8 @@ class FreedParameter(nn.Parameter):
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
-        # In backward, autograd may read a parameter that flatshard did not unshard, because usual
-        # backwards do not read it (an embedding table).
+        # In backward, autograd may read an embedding table. flatshard did not unshard the table,
+        # because the backward of a lookup does not read the table.
         if spec is not None and spec.owner.bring_back(spec):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
@@ -112,7 +112,7 @@ class OutsideUse(torch.autograd.Function):
     over the ranks, and returns this rank's range of the average.
     """
 
-    # Number of calls of `forward`. From this, an optimizer that steps in backward notices calls.
+    # Number of calls of `forward`. An optimizer that steps in backward compares it to notice calls.
     count = 0
 
     @staticmethod
@@ -158,7 +158,7 @@ def edge_of(tensor: Tensor) -> Any:
 def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
     """Return a sharded leaf of the tensor's autograd graph that is not a parameter, or None."""
     nodes: list[Any] = [edge_of(tensor).node]
-    # The loop also visits the nodes that it adds. It is short, because the graph has only
+    # The loop also visits the nodes that it adds. These are few, because the graph has only
     # operations on sharded tensors.
     for node in nodes:
         leaf = getattr(node, "variable", None)
@@ -232,10 +232,10 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
 
 
 def _refuse_node(p: Any, other: Any) -> Any:
-    """Raise for ``p.view_as(p)`` and ``p.expand_as(p)``, by which code finds the autograd node.
+    """Raise for ``p.expand_as(p)`` and ``p.view_as(p)``, which give programs ``p``'s autograd node.
 
-    Autograd accumulates gradients in the full parameter, so hooks on this node would never run. In
-    the forward of a ``torch.autograd.Function``, where gradients are disabled, there is no node.
+    Autograd accumulates gradients in the full parameter, so hooks on the node would never run. In
+    the forward of a ``torch.autograd.Function``, there is no node: then do not raise.
     """
     if other is p and p.is_unit_parameter and p.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(

@@ -83,7 +83,7 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]
     # At index i: this rank's parts of the tensors that rank i has, or gets, in full.
     parts: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    held = Counter[int]()  # number of bytes that each rank sends to all other ranks
+    held = Counter[int]()  # number of bytes that each rank sends to every other rank
     is_moved = False
     for spec, part, full, owner in moved:
         holders = spec.holders()  # call this on all ranks, because the first call may be collective
@@ -134,12 +134,12 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
 
 
 def _sum(moved: Sequence[Moved], op_name: str) -> Callable[[], None]:
-    """Fill full tensors by a sum over the ranks. They already contain this rank's elements."""
+    """Fill full tensors, which have only this rank's elements, by a sum over the ranks."""
     flats = [_flat(one.spec, one.full) for one in moved if one.full is not None]
     for one, flat in zip(moved, flats, strict=False):
         flat[: one.spec.offset] = flat[one.spec.offset + one.spec.numel :] = 0
-    # On all ranks but one, an element is zero. Add the elements as bytes, so that no value is
-    # rounded.
+    # Each element is zero on all ranks except the rank that stores it. Add the elements as bytes,
+    # so that no value is rounded.
     data = torch.cat([*map(as_bytes, flats)])
     moved[0].spec.comm.reduce_scalars(data, "SUM", op_name=op_name)
     for flat, values in zip(flats, data.split([flat.nbytes for flat in flats]), strict=False):
