@@ -22,8 +22,8 @@ __all__ += ["CollectiveError", "OffloadError", "declare_elementwise", "leave_emp
 
 
 def __getattr__(name: str) -> Any:
-    # Import a public module only when a program uses the module: a deleted folder must not break
-    # `import flatshard`.
+    # Import these modules on demand: `import flatshard` must work even if the folder of an extra
+    # was deleted.
     if name == "plan":
         return extra("plan", "flatshard.plan()").plan
     if name in ("WeightChanges", "apply_changes", "full_tensors"):

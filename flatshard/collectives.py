@@ -1,7 +1,7 @@
 """A list of the collectives that this rank starts, under the public name ``flatshard.collectives``.
 
-The code is in the extra ``flatshard.extras.recording``. Without the extra, importing this module
-raises.
+The code is in the folder ``flatshard/extras/recording``. If a distribution of flatshard lacks the
+folder, importing this module raises.
 """
 
 from flatshard.options.extras import extra

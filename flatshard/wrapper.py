@@ -1,7 +1,7 @@
 """``ShardedWrapper``: the public API. Each method checks its arguments and calls other modules.
 
 A wrapper is a ``ModuleProxy``, so the wrapper also has the attributes of the wrapped module. The
-wrapper's own state is its ``Unit``: parameters that are sharded together (see ``construction``).
+wrapper's own state is its ``Unit``: parameters that are sharded together (see ``engine.unit``).
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     Args:
         module: the module to shard, which is changed in place and available as ``.module``.
         process_group: the ranks that train the model, or for HYBRID strategies a pair (shard group,
-            replicate group). None: the default group; without one, this process trains alone.
+            replicate group). None: the default group, or this process only if there is no group.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
-            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. Without these,
-            HYBRID strategies shard within nodes of ``LOCAL_WORLD_SIZE`` ranks.
+            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
+            strategies without a pair or mesh shard within nodes of ``LOCAL_WORLD_SIZE`` ranks.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. Other parameters belong to the outermost unit. None: one unit.
@@ -112,13 +112,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         ignored_states: modules or parameters that are not sharded, moved, compared or synchronised.
             Each rank keeps its own gradients of them.
         allow_divergence: classes, names or modules whose units some ranks skip, or run in another
-            order (experts, dropped layers). True: all units. They stay unsharded from the outermost
-            forward to the end of backward.
+            order (experts, dropped layers). True: all units. These units stay unsharded from the
+            outermost forward to the end of backward.
         coalesce_bytes: join neighbouring units into units of at most this many bytes. 0: never.
             None: 4 MiB.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
             of its outermost dimension in memory; ``"tensor"``: nowhere; an int: at multiples of
-            so many elements. ``unit_report()`` shows the padding.
+            this number of elements. ``unit_report()`` shows the padding.
         collectives: ``"auto"``: the best transport for the backend; ``"sockets"``: on gloo, send
             even if ranks on one host could share memory; ``"native"``: one collective of the
             backend per unit and purpose, for comparison.
@@ -198,7 +198,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         The first backward after the context reduces the sum. Until then every rank holds unsharded
         gradients of every unit. From the second backward on, these gradients are in the parameters'
         own dtype if the reduce dtype is narrower, because sums are rounded only before they are
-        sent. Two arguments limit this memory.
+        sent. Each of the two arguments limits the memory of unsharded gradients.
 
         Under SHARD_OP and NO_SHARD, ranks may run different numbers of forwards and backwards
         inside the context, because these need no all-gathers there.
@@ -235,7 +235,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         tokens count too much. With this call, let the loss be a sum over tokens. The gradient is
         then the sum over all ranks and micro-batches, divided by the sum of all counts. Counts add
         up under ``no_sync``, and are sent in the message that ends a reducing backward. Gradients
-        are first averaged over ranks as usual, in the reduce dtype, and then multiplied once in the
+        are first averaged over ranks as usual, in the reduce dtype, and then scaled once, in the
         dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums are
         larger than means.
 
@@ -257,7 +257,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: raised by the next backward: an optimizer steps in backward, or a
                 communication hook is registered. Raised by the next reducing backward, on all
                 ranks, before ``.grad`` is set: a count is negative or not finite, all counts are
-                0, or only some ranks passed one.
+                0, or only some ranks passed a count.
             TypeError: ``count`` is no number.
         """
         average_over = extra("average_over", "ShardedWrapper.average_over()")
@@ -347,9 +347,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         ``no_sync``, the hook gets the sum of the accumulated gradients.
 
         - ``hook(state, full, out)`` if the unit is sharded. ``full``: this rank's gradients,
-          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient;
-          the hook may overwrite them. ``out``: memory, ``(shard_numel,)``, for elements
-          ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the average, filled with NaN.
+          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient.
+          The hook may overwrite ``full``, and must fill ``out``, ``(shard_numel,)``, with elements
+          ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the average (NaN before the call).
         - ``hook(state, grad)`` with ``NO_SHARD``. The hook averages ``grad``, ``(padded_numel,)``,
           in place.
 
@@ -376,9 +376,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Raises:
             TypeError: ``hook`` is not callable, or does not accept these arguments.
-            ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; ``state``
-                has a process group of other ranks than the model's; ranks register different hooks;
-                another rank raised.
+            ValueError: ``hook`` reduces in another dtype than ``MixedPrecision(reduce_dtype=...)``;
+                ``state`` has a process group of other ranks than the model's; ranks register
+                different hooks; another rank raised.
             NotImplementedError: ``hook`` takes DistributedDataParallel's buckets (for example
                 PowerSGD), or would be called for a unit of a HYBRID strategy.
             RuntimeError: a unit has a hook already, or holds gradients of ``no_sync``; this wrapper
@@ -393,22 +393,22 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Let ``optimizer`` step each unit during backward, once its gradients are reduced.
 
         The results are bitwise equal to ``optimizer.step()`` and ``zero_grad()`` after backward.
-        The gradients of all units never exist together, which saves up to the size of the shards.
+        The units' gradients never all exist at once, which saves up to the size of the shards.
         A backward under ``no_sync`` does not step; its gradients are part of the next step.
         Learning rates and other options are read when backward begins.
 
         The training loop needs no change: ``optimizer.step()`` steps only the remaining parameters
-        (ignored ones, and those of other models). Until then, ``.grad`` of a stepped parameter is a
-        consumed gradient, which raises when used: gradients cannot be clipped by norm, unscaled or
+        (ignored parameters, and parameters of other models). Before this call, ``.grad`` of a
+        stepped parameter raises when used: gradients cannot be clipped by norm, unscaled or
         logged. The optimizer's step hooks run only in ``optimizer.step()``.
 
         Units that may get more gradients are stepped only at the end of backward, without saving
-        memory: the root; units whose inputs have no gradient; units with unused parameters or
-        post-accumulate hooks; and all units under activation checkpoints with
-        ``use_reentrant=True``, with a penalty on weights in the loss, or often in the first
-        backward. If a backward fails, some units may be stepped and others not; the next step
-        warns. On an inner wrapper this method acts on the whole model. ``copy.deepcopy`` returns a
-        model that does not step in backward.
+        memory: the outermost unit; units whose inputs have no gradient; units with unused
+        parameters or post-accumulate hooks. All units are stepped only at the end if activation
+        checkpoints have ``use_reentrant=True``, if the loss has a penalty on weights, and often in
+        the first backward. If a backward fails, some units may be stepped and others not; the next
+        step warns. On an inner wrapper this method acts on the whole model. ``copy.deepcopy``
+        returns a model that does not step in backward.
 
         Collective: all ranks that train the model; the same optimizer on each.
 
@@ -454,8 +454,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         The result equals ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, and costs one
         all-reduce per process group. On an inner wrapper, only gradients within this wrapper are
         clipped. For ignored parameters, each rank uses its own gradients. If these gradients differ
-        between ranks, each rank gets another norm, so clip these gradients separately. Collective:
-        all ranks.
+        between ranks, each rank gets a different norm, so clip these gradients separately.
+        Collective: all ranks.
 
         Example:
             ```python
@@ -497,7 +497,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     ) -> dict[str, float]:
         """Return the norms of all full parameters or gradients, keyed by unwrapped name.
 
-        Costs one collective, if all units train on the same ranks, and one wait of the host.
+        Costs one collective if all units train on the same ranks. The host waits once for the GPU.
 
         Collective: all ranks, between steps.
 
@@ -601,9 +601,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Return the full state dict, with the names of the unwrapped module, on every rank.
 
         As with an unwrapped model, a program may change the model by writing into the tensors in
-        place. The values are copied into the model at its next use. If the model has changed since
-        the call, this use raises RuntimeError. Unlike with an unwrapped model, later steps do not
-        change the tensors: call ``state_dict`` again.
+        place. The values are copied into the model at its next use, which raises RuntimeError if
+        the model itself has also changed since this call. Unlike with an unwrapped model, later
+        steps do not change the tensors: call ``state_dict`` again.
 
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,
@@ -745,7 +745,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Return this rank's part of ``optim_state_dict``, for ``optim.load_state_dict``.
 
         ``optim_state_dict`` is from ``optim_state_dict()``, or the ``state_dict()`` of an optimizer
-        of the unwrapped model. In the second case, positions count parameters in the order of
+        of the unwrapped model. Positions in such a dict refer to parameters in the order of
         ``optim``'s groups. ``optim.load_state_dict`` casts dtypes as usual. If ``model`` contains
         no wrapper, this function only replaces names by positions.
 
@@ -965,7 +965,7 @@ def _wrapper_of(module: nn.Module) -> ShardedWrapper:
     """Return a new wrapper around a module that is a unit already. The model stays as it is."""
     wrapper = ShardedWrapper.__new__(ShardedWrapper)
     nn.Module.__init__(wrapper)
-    for name in _REGISTER:  # the model calls the module, not this wrapper
+    for name in _REGISTER:  # hooks go to the module: the model does not call this wrapper
         wrapper.__dict__[name] = getattr(module, name)
     return put_in_place(wrapper, module)
 

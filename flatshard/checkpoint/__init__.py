@@ -29,8 +29,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the full state dict on rank 0, in host memory, and an empty dict on other ranks.
 
     The tensors are copies, with the names and shapes of the unwrapped model: save them with
-    ``torch.save``, and load them with ``load_state_dict`` into any model. Units are gathered one
-    after another, so a device holds one unsharded unit at a time.
+    ``torch.save``, and load them with ``load_state_dict`` into a wrapped or unwrapped model. Units
+    are gathered one after another, so a device holds one unsharded unit at a time.
 
     Collective: all ranks call it.
 

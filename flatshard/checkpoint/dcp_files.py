@@ -1,7 +1,7 @@
 """Reads and writes files of ``torch.distributed.checkpoint`` (DCP), with torch's own classes.
 
-Reading runs no code from the files: the unpickler of the metadata accepts only a few classes, and
-other content is loaded with ``weights_only``. Import this module in functions: DCP loads slowly.
+Reading runs no code from the files: metadata may contain only a few classes, and other content is
+loaded with ``weights_only``. Import this module in functions, because importing DCP is slow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flatshard.optimizer.state_dicts import StateDict
 
 
 class Writer(dcp.FileSystemWriter):
-    """Torch's writer. Every Python version can read the metadata; a full disk raises OSError."""
+    """Torch's writer, but every Python version reads the metadata; a full disk raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -53,7 +53,7 @@ class Files(dcp.FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with zip_stream(path) as stream:
             yield stream
-        # Torch writes the metadata under a temporary name, and then renames the file.
+        # Use the final name: torch writes the metadata to a `.tmp` file, and then renames the file.
         self.records[Path(path).name.removesuffix(".tmp")] = stream.record
 
 
@@ -65,7 +65,7 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return an enum's member. Early Python 3.11 pickles the member as a call of ``getattr``."""
+    """Replaces ``getattr``, by which pickles from early Python 3.11 load the members of an enum."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind[name]
     raise pickle.UnpicklingError("the file has a builtins.getattr, whose loading may run code")
@@ -90,7 +90,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def incomplete_tensors(metadata: Any) -> list[str]:
-    """Return the names of tensors, in DCP's ``Metadata``, that lack some values in the files."""
+    """From DCP's ``Metadata``, return the names of tensors of which the files lack some values."""
     entries = metadata.state_dict_metadata
     incomplete = [key for key in metadata.planner_data or () if key not in entries]
     for key, entry in entries.items():
@@ -125,14 +125,14 @@ class Saved:
             reader.read_data(plan, planner).wait()
 
     def nested(self, targets: StateDict) -> StateDict:
-        """Return values in the nested dicts in which they were saved."""
+        """Convert a dict with DCP's flat names to nested dicts, as they were saved."""
         return unflatten_state_dict(targets, self.metadata.planner_data)
 
     def targets(self, wanted: StateDict) -> StateDict:
         """Return the tensors that ``read`` overwrites, keyed by DCP's flat names.
 
-        If a tensor in ``wanted``, the program's own state dicts, has the saved shape, the values
-        are read directly into this tensor; otherwise, into a new tensor.
+        ``wanted``: the program's own state dicts. A tensor in ``wanted`` that has the saved shape
+        is returned itself, so that ``read`` loads in place. Otherwise, a new tensor is returned.
 
         Raises:
             ValueError: names or shapes differ, or the files lack values.
@@ -166,8 +166,8 @@ class Saved:
                 problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
             targets[key] = held
             if size is not None and not (isinstance(held, Tensor) and held.shape == size):
-                # Read a tensor with one element as an unsharded tensor. The element may be state of
-                # the whole parameter, such as a step counter: `OptimState.to_load` decides later.
+                # Read state with one element into an unsharded tensor. Even if the parameter has
+                # one element, this may be a step counter: `OptimState.to_load` decides later.
                 is_alike = isinstance(param, Tensor) and param.shape == size and size.numel() > 1
                 like: Any = param if is_alike else torch.empty(0)
                 targets[key] = like.new_empty(size, dtype=saved.properties.dtype)

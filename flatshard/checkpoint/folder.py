@@ -129,7 +129,7 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
 
 
 def own_file(rank: int) -> str:
-    """Return the name of a rank's own file, for values that DCP does not save (generators)."""
+    """Return the name of a rank's file for values outside DCP's files, such as random states."""
     return f"rank-{rank:05d}.pt"
 
 
@@ -152,7 +152,7 @@ class ZipStream(io.BufferedWriter):
         return count
 
     def flush(self) -> None:
-        # After an error, torch's wrapper of this stream flushes it when the wrapper is deleted.
+        # After an error, torch flushes this stream once more, when the stream is closed already.
         if not self.closed:
             super().flush()
 
@@ -194,8 +194,8 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Write the marker, rename the temporary folder to ``path``, and delete old checkpoints."""
     folder = incomplete(path)
-    # An earlier checkpoint may have a later time, because hosts' clocks differ. Without a later
-    # time, `latest` would return the earlier checkpoint, and `keep` would delete this one.
+    # Make this time the latest: if hosts' clocks differ, an earlier checkpoint may have a later
+    # time. Then `latest` would return the earlier checkpoint, and `keep` would delete this one.
     last = max(_complete_in(path.parent), default=(0.0, None))[0]
     marker = replace(marker, saved_at=max(time.time(), math.nextafter(last, math.inf)))
     # Wait up to 10 s: a network file system may show the files of another host with a delay.

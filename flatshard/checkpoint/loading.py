@@ -70,7 +70,7 @@ def load(
             error lists all of them), a file is corrupted or truncated, or the folder has another
             format.
     """
-    # Import here, because torch.distributed.checkpoint loads slowly.
+    # Import here, because importing torch.distributed.checkpoint is slow.
     from flatshard.checkpoint.dcp_files import Saved
 
     training = Training(model, optimizer, "checkpoint.load()")
@@ -82,8 +82,8 @@ def load(
         return load_safely(file, file)  # type: ignore[no-any-return]
 
     def prepare() -> tuple[tuple[folders.Marker, Saved, StateDict, StateDict], Facts]:
-        # First, because this is collective for some optimizers: a rank that raises before would
-        # leave the other ranks waiting.
+        # Call `sharded` first, because it is collective for some optimizers: a rank that raised
+        # before this line would leave the other ranks waiting.
         states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         if not is_given:
             raise FileNotFoundError(
@@ -92,8 +92,8 @@ def load(
                 "load() only if latest() returned a path."
             )
         marker = _require_complete(path)
-        # Check the metadata even without ``verify``: with a flipped bit, metadata may parse and
-        # describe other tensors.
+        # Check the metadata file even with ``verify=False``: after a flipped bit, the metadata may
+        # still parse, but describe other tensors.
         folders.check_sums(path, marker, [".metadata"])
         found = Saved(path)
         wanted = {"model": training.shards.state_dict(), "optimizer": joined(states)}

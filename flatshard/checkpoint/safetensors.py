@@ -110,7 +110,7 @@ class Plan:
     def add(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         entries: dict[str, Any] = {"__metadata__": metadata}
         end = 0
-        # Put large elements first: then each tensor is aligned, and readers can map the file.
+        # Put large dtypes first: then each tensor is aligned, and readers can map the file.
         for key in sorted(tensors, key=lambda key: -tensors[key].itemsize):
             start, end = end, end + tensors[key].nbytes
             dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
@@ -138,7 +138,7 @@ class Plan:
     def write(self, parts: Parts) -> None:
         """Write elements of tensors, and wait until all bytes are on the disk.
 
-        Reads all ``parts``, even after an error: other ranks may wait for the next parts.
+        Reads all ``parts``, even after an error, because the iterator may run all-gathers.
         """
         problem: OSError | None = None
         with torch.no_grad():
@@ -177,7 +177,7 @@ class Plan:
         sync(self.folder)
 
     def close(self) -> None:
-        """Delete the temporary files of a save that failed. Otherwise `commit` has renamed them."""
+        """Delete the temporary files of a failed save. Without effect after ``commit``."""
         for name in self.headers:
             with contextlib.suppress(OSError):
                 self.temporary(name).unlink()
@@ -190,14 +190,14 @@ def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key, equal for tensors (in one process) that are the same view of one memory."""
+    """Return a key, equal for tensors with the same memory, dtype, shape and strides."""
     if tensor.is_meta or not tensor.numel():  # the tensor has no address
         return (id(tensor),)
     return tensor.data_ptr(), tensor.dtype, *tensor.shape, *tensor.stride()
 
 
 def ties_in(key_of: Mapping[str, object]) -> dict[str, str]:
-    """Map each name to the first name with the same key, if that is another name."""
+    """Map the later names of each tied tensor to its first name. Tied tensors have equal keys."""
     first: dict[object, str] = {}
     for name, key in key_of.items():
         first.setdefault(key, name)
@@ -395,12 +395,12 @@ def move(place: Place, part: Elements, *, to_file: bool) -> None:
             for values, first in _pieces(place, part):
                 is_there = values.is_contiguous() and values.is_cpu and values.dtype == place.dtype
                 moved = values if is_there else torch.empty(values.shape, dtype=place.dtype)
-                # A view of the tensor's bytes: numpy would need elements of a type that it knows.
+                # View the bytes with ctypes, because numpy lacks some dtypes, such as bfloat16.
                 data = (ctypes.c_char * moved.nbytes).from_address(moved.data_ptr())
                 file.seek(place.offset + first * place.dtype.itemsize)
                 if to_file:
-                    # A copy of a shard onto itself would count as a write, on some ranks only: the
-                    # next forward would all-gather on these ranks, and the other ranks would not.
+                    # Do not copy a shard onto itself. The copy would count as a write, but only on
+                    # some ranks, and the next forward would all-gather only on these ranks.
                     if not is_there:
                         moved.copy_(values)
                     file.write(data)
@@ -454,7 +454,7 @@ def save_safetensors(
     Rank 0 first reserves room on the disk for all bytes, in files called ``*.incomplete``. When all
     bytes are on the disk, rank 0 renames the files. If a rank fails, older files stay intact.
 
-    Collective: all ranks call it; no tensor is sent.
+    Collective: all ranks call it. No tensor is sent, except with ``merge_lora``.
 
     Example:
         ```python
@@ -589,7 +589,7 @@ def _entries_of(shards: ModelShards, to_load: nn.Module | None = None) -> dict[s
     """Return this rank's elements of each entry of a model's state dict.
 
     ``to_load``: the model, if the entries will be overwritten. Then the entries must be the model's
-    own tensors, not copies that hooks have made (for example, in the original dtype of a buffer).
+    own tensors. Raises for copies by hooks (of a buffer in its original dtype, for example).
     """
     replicas_of = shards.replicas()
     entries: dict[str, EntryShard] = {}

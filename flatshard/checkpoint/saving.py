@@ -120,8 +120,8 @@ def save(
     ranks.on_first(partial(folders.begin, one.path, keep), one.op_name)
     if async_:
         return PendingSave(one.path, one.write)
-    # `dcp_files.Files` computes checksums already. An async save must not change this global
-    # setting: the program may call torch.save while the thread is writing.
+    # Turn off torch's checksums: `dcp_files.Files` computes its own. The setting is global, so an
+    # async save must not change it: the program may call torch.save while the thread is writing.
     config: Any = serialization.config
     with config.patch("save.compute_crc32", False):
         one.write()
@@ -130,7 +130,7 @@ def save(
 
 def _check_loads(name: str, value: object) -> None:
     """Raise TypeError if ``value`` contains an object whose loading would run code."""
-    # A container may be unsafe although all of its leaves are safe.
+    # Check `value` itself too: a container may be unsafe although all of its leaves are safe.
     for one in (*(leaf for _, leaf in leaves(value) if type(leaf) not in _PLAIN), value):
         try:
             torch.load(io.BytesIO(_saved(one)), weights_only=True)
@@ -148,7 +148,7 @@ def _saved(value: object) -> bytes:
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """Return the states of all random number generators, for ``torch.load(weights_only=True)``."""
+    """Return the states of all random number generators, loadable with ``weights_only=True``."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -174,14 +174,14 @@ class Save:
     def take(
         self, training: Training, scheduler: Any, extra: dict[str, Any] | None, *, copies: bool
     ) -> tuple[list[tuple[str, dict[str, Any]]], Facts]:
-        """Set ``tensors``, ``own`` and ``step``; return values for ranks to compare.
+        """Set ``tensors``, ``own`` and ``step``, and return values that ranks must compare.
 
-        The values are each optimizer's class and unsharded state, and facts. With ``copies``,
-        ``tensors`` are copies in host memory: training may continue afterwards.
+        These are each optimizer's class and unsharded state, and the ``Facts``. With ``copies``,
+        ``tensors`` are copies in host memory, so training may continue after this call.
         """
         rest = None
-        # First, because this is collective for some optimizers: a rank that raises before would
-        # leave the other ranks waiting.
+        # Call `sharded` first, because it is collective for some optimizers: a rank that raised
+        # before this line would leave the other ranks waiting.
         states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         self.tensors = {"model": training.shards.state_dict()}
         if (state := trainings.joined(states)) is not None:
@@ -193,7 +193,7 @@ class Save:
         named = {f"extra[{name!r}]": value for name, value in extra.items()}
         for name, value in {"the scheduler's state": of_scheduler, **named}.items():
             _check_loads(name, value)
-        # A tensor's `repr` has its device, which differs between ranks, but not all its elements.
+        # Compare lists: a tensor's `repr` omits elements, and shows the device, which differs.
         lists = pytree.tree_map_only(Tensor, Tensor.tolist, named)
         facts = {name: repr(value) for name, value in lists.items()}
         facts |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
@@ -232,7 +232,7 @@ class Save:
             raise
 
     def _write_files(self) -> None:
-        # Import here, because torch.distributed.checkpoint loads slowly.
+        # Import here, because importing torch.distributed.checkpoint is slow.
         from torch.distributed.checkpoint import api, state_dict_saver
 
         from flatshard.checkpoint import dcp_files

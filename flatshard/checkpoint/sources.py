@@ -38,17 +38,17 @@ class Source:
     kind: str  # name of the checkpoint's format, such as "safetensors"
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
-    facts: dict[str, object] = field(default_factory=dict)  # values that are not tensors, to show
+    facts: dict[str, object] = field(default_factory=dict)  # other values, for `flatshard inspect`
 
-    # For tied tensors: each name that is not a key of `tensors`, mapped to the key for the tensor.
+    # Other names of tied tensors, mapped to the name under which `tensors` has the tensor.
     ties: dict[str, str] = field(default_factory=dict)
-    # Names of tensors that lack some values in the files.
+    # Names of tensors of which the files lack some values.
     incomplete: list[str] = field(default_factory=list)
 
     def check_complete(self, parts: Collection[str] | None = None) -> None:
-        """Raise ValueError if the files lack values of tensors, or of tensors in some ``parts``.
+        """Raise ValueError if the files lack values of a tensor.
 
-        The part of a tensor ("model", for example) is the outermost key.
+        ``parts``: outermost keys ("model", for example). Checks only the tensors under these keys.
         """
         lacking = [one for one in self.incomplete if not parts or one.partition(".")[0] in parts]
         if lacking:
@@ -149,7 +149,7 @@ def _torch(path: Path) -> Source:
 
 
 def load_safely(file: Any, name: object, *, mmap: bool = False) -> Any:
-    """Call ``torch.load``, so that no code from the file runs. ``name``: the file's, for errors."""
+    """Call ``torch.load``, but run no code from the file. ``name``: the file's name in errors."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -173,7 +173,7 @@ def leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
 
 
 def _dcp(folder: Path) -> Source:
-    # Import here, because torch.distributed.checkpoint loads slowly.
+    # Import here, because importing torch.distributed.checkpoint is slow.
     from flatshard.checkpoint import dcp_files
 
     saved = dcp_files.Saved(folder)
@@ -263,7 +263,7 @@ def convert(
     model = found.model(key)
     found.check_complete({names[0] for names in model.values()})
     tensors = {name: found.tensors[names] for name, names in model.items()}
-    # Convert only the first of tied tensors. In a file of torch.save, they share memory.
+    # Convert tied tensors once: they share memory (in a file of torch.save), or are one object.
     ties = safetensors.ties_in({n: safetensors.memory_of(one) for n, one in tensors.items()})
     like = {n: safetensors.as_saved(one, dtype) for n, one in tensors.items() if n not in ties}
 

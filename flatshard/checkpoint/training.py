@@ -52,7 +52,7 @@ class HostRanks(HostExchange):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
-        """Return an exchange over a new process group. Collective at a group's first call."""
+        """Return the exchange for ``group``, over a new group. Collective at the first call."""
         if group is None or group.size() == 1 or is_fake(group):
             return cls(None)
         if group not in _known:
@@ -104,7 +104,7 @@ class Training:
             self.plain, group = model.module, model.process_group
         self.shards = model_shards(self.plain, caller)
         self.shards.refuse_dtensors(caller)
-        # With CPUOffload, sharded parameters are not on the device on which units compute.
+        # Ask the units first: with CPUOffload, parameters are not on the device that computes.
         handles = chain.from_iterable(unit.handles for unit in self.shards.units)
         devices = chain((one.device for one in handles), (one.device for one in model.parameters()))
         self.device = next(devices, torch.device("cpu"))
@@ -179,7 +179,7 @@ class PendingSave:
     def __init__(self, path: Path, write: Callable[[], None]) -> None:
         global _pending
         self.path = path
-        # Python waits for the threads of executors at the end of a program.
+        # Use an executor: at the end of a program, Python waits for the threads of executors.
         thread = ThreadPoolExecutor(1, "flatshard-checkpoint")
         self._written = thread.submit(write)
         thread.shutdown(wait=False)  # the thread ends when the save ends
@@ -227,8 +227,8 @@ def _at_exit() -> None:
 # ---------------------------------------------------------------- values that DCP would lose
 
 Form = list[Any] | None
-"""How ``unpack`` restores a value. None: DCP restores the value. A list: the name of the type, the
-keys of a dict (or ``maxlen`` of a deque), and a form for each inner value.
+"""How ``unpack`` restores a value. None: the value stays as DCP loads it. A list: the type's name,
+the keys of a dict (or ``maxlen`` of a deque), and a form for each inner value.
 """
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "deque": deque}
 
@@ -254,7 +254,7 @@ def pack(value: Any) -> tuple[Any, Form]:
 
 
 def _dcp_names(keys: list[Any]) -> list[str]:
-    """Return the names under which DCP saves the values of a dict: the keys, or numbers."""
+    """Return names for a dict's values in DCP: the keys if DCP keeps them, otherwise numbers."""
     is_plain = bool(keys) and all(type(key) is str and "." not in key for key in keys)
     return keys if is_plain else [str(number) for number in range(len(keys))]
 
@@ -262,7 +262,7 @@ def _dcp_names(keys: list[Any]) -> list[str]:
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
-    # A dict or deque counts even without tensors: DCP would pickle the deque, or the dict's keys.
+    # A deque or dict counts even without tensors: DCP pickles deques, and turns keys into texts.
     return isinstance(value, Tensor | Mapping | deque)
 
 

@@ -23,8 +23,8 @@ from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# Arguments of Accelerator that would shard the model in another way: the setting in accelerate's
-# config file, and the environment variable in which `accelerate launch` passes the setting.
+# Arguments of Accelerator that would shard the model in another way. For each: the same setting in
+# accelerate's config file, and the environment variable in which `accelerate launch` passes it.
 _OTHERS = {
     "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
     "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
@@ -153,7 +153,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if others:
                 stack.enter_context(super().join_uneven_inputs(others, even_batches))
             elif even_batches is not None:
-                # accelerate's method would raise, because torch's Join needs a model.
+                # Set `even_batches` here: accelerate's method would raise without a model for Join.
                 samplers: list[Any] = [one.batch_sampler for one in self._dataloaders]
                 for sampler in samplers:
                     if hasattr(sampler, "even_batches"):

@@ -93,7 +93,7 @@ class ShardedTrainerMixin:
     def _prepare_for_training(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.model
         if any(param.is_meta for param in model.parameters()) and not sharded_modules(model):
-            # accelerate's init_empty_weights separates tied weights.
+            # Tie weights again, because accelerate's init_empty_weights separates tied weights.
             for part in model.modules():
                 if isinstance(part, transformers.PreTrainedModel):
                     part.tie_weights()

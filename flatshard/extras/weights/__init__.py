@@ -39,8 +39,8 @@ from flatshard.units.module_tree import unit_text
 __all__ = ["TensorName", "WeightChange", "WeightChanges", "apply_changes", "full_tensors"]
 
 _CALLER = "WeightChanges.changes()"
-# For each size of an element in bytes, the dtype in which elements are compared bit by bit. There
-# is no integer of 16 bytes.
+# For each size of an element in bytes, the dtype in which elements are compared bit by bit. For 16
+# bytes, torch has no integer dtype.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # If more than this share of any rank's shard has changed, the whole flat parameter is sent.
 _SHARE = 0.1
@@ -126,7 +126,7 @@ def full_tensors(
             without a chosen parameter are not all-gathered. None: all names.
         ranks: which ranks get tensors. ``"all"``: all ranks. A number: only this rank of the
             model's group; the other ranks only take part, and their iterators are empty.
-            ``"local"``: all ranks; of a tensor-parallel parameter each rank gets only its part.
+            ``"local"``: all ranks, but each rank gets only its part of tensor-parallel parameters.
         merge_lora: add the active LoRA adapters of PEFT to their weights, one unit at a time, in
             fp32 and rounded once, and yield the names and tensors of the model without adapters
             (as after ``merge_and_unload()``). The model stays as it is. Each rank that gets
@@ -152,7 +152,7 @@ def read(
     the other ranks raise RuntimeError. Until the end, forwards of the model raise RuntimeError.
 
     ``units`` yields a list of items for each flat parameter, and a list for the tensors outside of
-    units. ``finish`` makes an item for the consumer from such an item, and may fail on some ranks.
+    units. ``finish`` converts each of these items for the consumer, and may fail on some ranks.
     """
     shards = model_shards(model, caller)
     world = shards.world
@@ -262,9 +262,9 @@ def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flat
 def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[Item]]:
     """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
 
-    Collective. The next all-gather starts before the tensors of the current flat parameter are
-    yielded, at the same item on all ranks: otherwise a collective that the user's program runs
-    between two items could come before the all-gather on only some ranks, and NCCL would deadlock.
+    Collective. Each rank starts the next all-gather before it yields the tensors of the current
+    flat parameter. Otherwise, a collective of the user's program between two items could come
+    before the all-gather on some ranks and after it on others, and NCCL would deadlock.
     """
     # Memory for the previous, the current and the next flat parameter. A cache does not reuse
     # memory while the consumer keeps a tensor in this memory.
@@ -291,7 +291,7 @@ def _start(
 ) -> tuple[Tensor, AsyncWork | None]:
     """Start to all-gather a flat parameter into memory of ``cache``. Collective: shard group.
 
-    Returns the flat parameter, and the work that fills it; None if no all-gather was needed.
+    Returns the full flat parameter, and the work that fills it (None without an all-gather).
     """
     with torch.inference_mode(False), torch.no_grad():
         shard, buffer, gather = handle.flat_param.detach(), handle.buffer, handle.gather
@@ -386,8 +386,8 @@ class WeightChanges:
         """
         Options(dtype).check(1)
         self._model, self._dtype = model, dtype
-        # Rounded copies of shards, and of tensors outside of units, from the last iteration of
-        # `changes()` that was read to its end.
+        # Rounded copies of shards, and of tensors outside of units, from the last pass. Empty if
+        # that pass was not read to its end.
         self._kept: dict[Any, Tensor] = {}
 
     def changes(self, *, ranks: int | str = "all", digests: bool = False) -> Iterator[WeightChange]:
@@ -396,8 +396,8 @@ class WeightChanges:
         The parameters come unit by unit. If more than a tenth of one rank's shard of a flat
         parameter has changed, the whole flat parameter is sent. If a rank stops early, the rank
         still takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and
-        the next pass yields all weights. Extra memory: about one copy of the largest unit in the
-        dtype if the whole unit is sent, two shards of the unit, and one parameter.
+        the next pass yields all weights. Extra memory: two shards of the largest unit and one
+        parameter; if the whole unit is sent, also about one copy of the unit in the dtype.
 
         Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
         until the iterator is read to its end.
@@ -456,8 +456,8 @@ class WeightChanges:
         if options.digests or None in counts:
             full = handle.gather_flat(new).view(dtype)
         if where is not None and None not in counts:
-            # All ranks must send equally many values. A rank with fewer changes sends more values,
-            # with the position -1.
+            # All ranks must send equally many values. A rank with fewer changes adds values with
+            # the position -1, which are removed after the all-gather.
             padding = 0, max(counts) - len(where)
             places = (where + handle.topology.index * len(new)).to(torch.int32)
             places = handle.gather_flat(nn.functional.pad(places, padding, value=-1))
@@ -576,7 +576,7 @@ class MergedLora:
                 one = self.adapters[path + name].to(weight)
                 full[kind][adapter] = SimpleNamespace(weight=one) if rest else one
             # Let PEFT compute the change of the weight, by a copy of the layer with full adapters.
-            # PEFT rounds the change to the dtype of `get_param()`.
+            # PEFT rounds to the dtype of `get_param()`, so `get_param` returns the fp32 weight.
             stand_in = copy.copy(layer)
             vars(stand_in).update(_modules=layer._modules | full, get_param=lambda at=weight: at)
             adapters = dict.fromkeys(adapter for some in full.values() for adapter in some)

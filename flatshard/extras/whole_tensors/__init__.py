@@ -7,7 +7,7 @@ that combine several parameters (LBFGS) step all parameters on every rank. ``Who
 finds out how an optimizer must step (its ``StepMode``) by trials with copies of the optimizer.
 
 Without this folder, an optimizer raises at the first step on sharded parameters, unless it is known
-to be element-wise: an optimizer of torch, or passed to ``flatshard.declare_elementwise``.
+to be element-wise (Adam and SGD, for example) or passed to ``flatshard.declare_elementwise``.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def swap_full_in(
     """Replace an optimizer's sharded parameters by full parameters, until the stack is closed.
 
     ``full`` maps sharded parameters to full parameters, which also get the optimizer's state. All
-    other sharded parameters are removed from the optimizer, and unless ``with_plain`` also
-    parameters that are not sharded.
+    other sharded parameters are removed from the optimizer. Unsharded parameters are removed too,
+    unless ``with_plain``.
     """
     undo = ExitStack()
     lists = (group["params"] for one in with_inner(optimizer) for group in one.param_groups)
@@ -117,11 +117,11 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         # all-gather ends all registered steps.
         adapters.stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
-            # Do not compile the step, unless a closure may run a compiled model.
+            # Do not compile the step. With a closure, allow it: a closure may run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # `undo` turns compilation on again. If the step raises, and the program then drops
-                # the optimizer, the finalizer does.
+                # `undo` turns compilation on again. The finalizer does this if the step raises and
+                # the program then drops the optimizer.
                 self._undo.callback(weakref.finalize(self, stance.__exit__, None, None, None))
             return optimizer
         self._choose_owners(optimizer)
@@ -135,8 +135,8 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         return without_params(optimizer)  # torch calls this copy's ``step()``: no effect
 
     def needs_loss(self, optimizer: Optimizer) -> bool:
-        # Call the closure before the step in two cases: for torch's optimizers, which all begin
-        # with the closure, and if there are no reduced gradients yet.
+        # Call the closure first in three cases: torch's optimizers all begin with the closure; no
+        # gradient is reduced yet; or `_step` steps on the owners, and needs the loss.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
         if is_torchs or all(grad in UNREDUCED for grad in grads):
@@ -163,7 +163,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         self._full = {}
 
     def _find_mode(self, optimizer: Optimizer) -> None:
-        """Set ``mode`` by a trial, if gradients were not in a trial before. Collective."""
+        """Set ``mode`` by a trial, if some gradients were in no earlier trial. Collective."""
         sharded = sharded_params(optimizer)
         some = [p for p in sharded if p.grad is not None and id(p) not in self._tried]
         if self.mode is not StepMode.ON_SHARDS or not some:
@@ -371,7 +371,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
     # ------------------------------------------------------------ state
 
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, adapters.State]:
-        """Send the owners' optimizer state to all ranks, and return the state. Collective."""
+        """Divide the owners' optimizer state into shards on all ranks; return them. Collective."""
         if self._params and self.mode is StepMode.ON_EVERY_RANK:
             self._check_same_state(optimizer)
             return {}
@@ -439,9 +439,9 @@ def choose_owners(
     choose the same owners.
 
     A parameter with an owner in ``known`` keeps this owner. If one rank has all elements of a
-    parameter, this rank becomes the owner. The others get owners in order of decreasing cost:
-    of the ranks that have elements of the parameter (``held``: how many), and whose share stays
-    below ``ABOUT_EQUAL``, the rank with most elements, or else the rank with the smallest share.
+    parameter, this rank becomes the owner. Other parameters get owners by decreasing cost. Among
+    ranks whose share stays below ``ABOUT_EQUAL``, the rank that holds most of the parameter (see
+    ``held``) becomes the owner. If none of them holds a part, the rank with the least share does.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
@@ -507,7 +507,7 @@ def _divided(optimizer: Optimizer, param: FlatShardTensor) -> list[Tensor]:
 def _sharded_state(state: adapters.State) -> dict[str, FlatShardTensor]:
     """Return the sharded values in a parameter's state.
 
-    They come from a checkpoint, or from steps of an element-wise optimizer with the same state.
+    Such values come from a checkpoint, or from an element-wise optimizer with the same ``state``.
     """
     values = named_values(state).items()
     return {name: value for name, value in values if isinstance(value, FlatShardTensor)}

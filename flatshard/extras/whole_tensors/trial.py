@@ -1,7 +1,7 @@
 """``find_step_mode``: finds an optimizer's ``StepMode`` by trying copies of the optimizer.
 
-A list of optimizers would not be enough: users bring new optimizers, and the mode may depend on
-their options.
+A table of known optimizers would not be enough: users bring new optimizers, and the mode may depend
+on an optimizer's options.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def find_step_mode(optimizer: Optimizer) -> StepMode:
 
 @contextlib.contextmanager
 def _same_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """Undo a trial's writes to gradients, if the optimizer keeps modules (K-FAC)."""
+    """Undo a trial's writes to gradients: modules that K-FAC keeps are not copied for trials."""
     kept = []
     with torch.no_grad():
         if any(_modules_of(optimizer)):
@@ -108,10 +108,10 @@ def copy_with_params(
 ) -> Optimizer:
     """Return a copy of ``optimizer`` for the parameters in ``groups``, without hooks.
 
-    ``with_state``: whether the new parameters get copies of the state of the optimizer's own.
+    ``with_state``: whether the new parameters get copies of the old parameters' state.
     """
-    # Do not copy by `deepcopy`, which calls `Optimizer.__setstate__`: this method changes the
-    # optimizer's class, and without `super().__init__()` no step would work afterwards.
+    # Do not copy by `deepcopy`, which calls `Optimizer.__setstate__`: this method wraps the class's
+    # `step`. In optimizers that do not call `super().__init__()`, the wrapped `step` fails.
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
     if not with_state:
