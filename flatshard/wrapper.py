@@ -69,8 +69,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     (all-gathered) together before use, and resharded (freed) afterwards. Names, shapes and state
     dicts are those of the unwrapped module.
 
-    Collective: all ranks must construct the wrapper, run forward and backward, and take state
-    dicts.
+    Collective: all ranks construct the wrapper, run forward and backward, and take state dicts.
 
     Example:
         ```python
@@ -112,16 +111,16 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         ignored_states: modules or parameters that are not sharded, moved, compared or synchronised.
             Each rank keeps its own gradients of them.
         allow_divergence: classes, names or modules whose units some ranks skip, or run in another
-            order (experts, dropped layers). True: all units. These units stay unsharded from the
-            outermost forward to the end of backward.
+            order (experts, dropped layers). True: all units. They stay unsharded from the outermost
+            forward to the end of backward.
         coalesce_bytes: join neighbouring units into units of at most this many bytes. 0: never.
             None: 4 MiB.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
             of its outermost dimension in memory; ``"tensor"``: nowhere; an int: at multiples of
             this number of elements. ``unit_report()`` shows the padding.
         collectives: ``"auto"``: the best transport for the backend; ``"sockets"``: on gloo, send
-            even if ranks on one host could share memory; ``"native"``: one collective of the
-            backend per unit and purpose, for comparison.
+            even if ranks on one host could share memory; ``"native"``: the backend's
+            own collectives, for comparison.
         wire_dtype: ``torch.bfloat16``: over gloo's sockets, round parameters and gradients before
             sending. Shards and sums keep their dtypes.
         others: ``forward_prefetch``, ``ignored_modules``, ``limit_all_gathers``, and keywords of

@@ -230,7 +230,7 @@ REGISTRIES = {
 }
 COUNTED_BY = {
     "idioms": ("implementation", "number of runs, by wrapper"),
-    "public_programs": ("wrapped by", "number of programs, by wrapper"),
+    "public_programs": ("wrapped by", "number of programs, by what wraps the model"),
     "zoo": ("implementation", "number of runs, by wrapper"),
     "optimizers": ("implementation", "number of runs, by wrapper"),
     "resumed_optimizers": ("package", "number of runs, by library of optimizers"),
@@ -238,7 +238,7 @@ COUNTED_BY = {
 """Files whose verdicts the page counts: the column that makes the rows of its table, and the title
 of these rows."""
 READABLE = {one.lower(): one for one in ("DDP", "FSDP1", "FSDP2")}
-READABLE |= {"--wrap": "`flatshard try --wrap`", "-": "no wrapper"}
+READABLE |= {"--wrap": "`flatshard try --wrap`", "-": "not recorded"}
 """How the page's tables show names of rows; other names stay as they are."""
 
 # ---------------------------------------------------------------- tables

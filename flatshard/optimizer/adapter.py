@@ -462,7 +462,7 @@ class ParamBucket:
         return slice(start, start + param.spec.numel)
 
     def begins_at(self, params: Sequence[Any], position: int) -> bool:
-        """Whether ``params[position:]`` begins with the members, with neighbouring gradients.
+        """Whether ``params[position:]`` begins with the members, and one flat gradient has theirs.
 
         False for a bucket of one parameter, because later parameters may have to join the bucket.
         """

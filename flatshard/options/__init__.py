@@ -26,8 +26,8 @@ class Placement:
     reshard_after_backward: bool = True
     # Whether parameters are split only within each node, so that each node has a full replica.
     hybrid: bool = False
-    # With `hybrid`: whether only parameters are split within each node, and gradients and optimizer
-    # state are split over all ranks.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks. False: they are
+    # split within each node, as parameters are.
     over_all: bool = False
     # Number of ranks over which backward all-gathers parameters. None: the same ranks as forward.
     regather_size: int | None = None

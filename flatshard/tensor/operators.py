@@ -172,8 +172,9 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 def _role_of(func: Any, args: Sequence[Any]) -> str:
     """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
 
-    The role contains checksums of the plain operands. If these differ between ranks, a later norm
-    or sum of the result raises, because ranks compare the names of collectives.
+    The role is a part of the names of later collectives (a norm of the result, for example), and
+    contains checksums of plain tensors. Ranks compare these names, so the norm raises if the plain
+    tensors differ between ranks.
     """
     text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
     # Limit the length. For a running average, for example, each step's role contains the role of

@@ -1,4 +1,4 @@
-"""Guards full parameters after resharding, and averages gradients from outside of forward.
+"""Guards full parameters after resharding; averages gradients of parameters used out of forward.
 
 [Note: freed parameters]
 In forward, a user may store an unsharded parameter, and read it after its unit (a module with its

@@ -130,7 +130,7 @@ class AverageOver(StepExtension):
             )
 
     def end_backward(self, has_gradients: bool) -> None:
-        """Keep the count of this backward until the gradients of this backward are reduced."""
+        """Keep the count (of tokens, for example) until this backward's gradients are reduced."""
         if has_gradients or self._accumulated() != self._before:
             self._earlier = [] if self._state.is_reducing else self._counts()
         else:  # no parameter got a gradient: keep the count for the next backward

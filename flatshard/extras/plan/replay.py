@@ -290,7 +290,7 @@ class Replay:
         return buffer
 
     def _reduce(self, flat: FlatMemory) -> None:
-        """Start to reduce a flat parameter, and finish earlier reductions that have ended."""
+        """Start to reduce a flat parameter, and free the buffers of reductions that have ended."""
         self._now = f"reduction of {self.name(flat.unit)}"
         flat.crosses, flat.reduced_at, flat.sent = flat.replicas > 1, self.clock, []
         sent = self._fill(flat)

@@ -60,7 +60,7 @@ DDP: Any = nn.parallel.DistributedDataParallel
 _WRAPS = 'wraps the model ({}): write flatshard.ShardedWrapper(model, auto_wrap_policy="auto")'
 _NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
 _NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
-_SIZE, _CHUNK = 256, 1 << 16  # sums in a sketch, and elements that are added at once
+_SIZE, _CHUNK = 256, 1 << 16  # number of sums recorded of a tensor; elements added at once
 _NEEDS_ALL = {
     # method of a module: what to write instead of a call on some ranks only
     "state_dict": "write flatshard.checkpoint.full_state_dict(model), which needs every rank",
