@@ -195,7 +195,7 @@ class OffloadError(RuntimeError):
 
 
 def check_flags(policy: object, *names: str) -> None:
-    """Raise TypeError if an attribute of ``policy``, one of ``names``, is not a bool."""
+    """Raise TypeError unless the attributes ``names`` of ``policy`` are bools."""
     for name in names:
         if not isinstance(value := getattr(policy, name), bool):
             kind = type(policy).__name__

@@ -441,7 +441,8 @@ def choose_owners(
     A parameter with an owner in ``known`` keeps this owner. If one rank has all elements of a
     parameter, this rank becomes the owner. Other parameters get owners by decreasing cost. Among
     ranks whose share stays below ``ABOUT_EQUAL``, the rank that holds most of the parameter (see
-    ``held``) becomes the owner. If none of them holds a part, the rank with the least share does.
+    ``held``) becomes the owner. If none of them holds a part, the rank with the least share becomes
+    the owner.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
