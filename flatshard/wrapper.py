@@ -476,8 +476,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; an inner
-                unit (of experts, for example) trains only on some of the model's ranks.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; an
+                inner unit (of experts, for example) trains only on some of the model's ranks.
         """
         context, world = self._sharded_unit.context, self._sharded_unit.settings.topology.world
         for extension in context.extensions:
