@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 import warnings
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,17 @@ def save(
     return None
 
 
+def _text_of(tensor: Tensor) -> str:
+    """Return a text that is equal on all ranks if a tensor of ``extra`` is, on any device."""
+    if tensor.is_meta:
+        return repr(tensor)
+    # A text of all elements of a large tensor would take more time than the save.
+    if tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() <= 100:
+        return repr(tensor.tolist())
+    digest = zlib.crc32(_saved(tensor.detach().cpu().clone()))
+    return f"a tensor {tuple(tensor.shape)} of {tensor.dtype} with checksum {digest:08x}"
+
+
 def _check_loads(name: str, value: object) -> None:
     """Raise TypeError if ``value`` contains an object whose loading would run code."""
     # Check `value` itself too: a container may be unsafe although all of its leaves are safe.
@@ -193,9 +205,8 @@ class Save:
         named = {f"extra[{name!r}]": value for name, value in extra.items()}
         for name, value in {"the scheduler's state": of_scheduler, **named}.items():
             _check_loads(name, value)
-        # Compare lists: a tensor's `repr` omits elements, and shows the device, which differs.
-        lists = pytree.tree_map_only(Tensor, Tensor.tolist, named)
-        facts = {name: repr(value) for name, value in lists.items()}
+        compared = pytree.tree_map_only(Tensor, _text_of, named)
+        facts = {name: repr(value) for name, value in compared.items()}
         facts |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
         kinds = training.kinds()
         facts["the list of optimizers"] = str({name: kind for name, (kind, _) in kinds.items()})

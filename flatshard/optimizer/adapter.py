@@ -511,6 +511,7 @@ class ParamBucket:
             # The joined state is a copy. Free the members' states before the step, to save memory.
             for param in self.members:
                 states.pop(param, None)
+            self._found = [one if isinstance(one, BucketState) else None for one in self._found]
         if shared:
             states[self.param] = shared
         # The gradients of several members are neighbours in a flat gradient (`_neighbours`).

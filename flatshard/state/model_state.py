@@ -202,7 +202,9 @@ def _replace_by_full(
         value = state_dict.pop(key) if not is_saving else state_dict[key]
         # The program may have computed the entry from the parameter (`_save_to_state_dict`, hooks).
         is_computed = isinstance(value, FlatShardTensor) and not value.shard_origin.is_fixed
-        entry = value.full_tensor().to(device) if is_computed else full_of.get(param)
+        entry = full_of.get(param)
+        if is_computed:
+            entry = param.spec.unsplit(value.full_tensor().to(device))
         if is_saving:
             state_dict[key] = entry
     return full_of
@@ -257,11 +259,14 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
 def without_ddp_prefix(state_dict: StateDict, own: Collection[str]) -> dict[str, Any]:
     """Remove DistributedDataParallel's prefix ``module.`` from the names, if present.
 
-    Removes nothing if a name is in ``own`` (the model's names): then a child is named ``module``.
+    ``own``: the model's names. If the model has a child named ``module``, the prefix is removed
+    only if this gives a name of the model.
     """
-    if all(key.startswith("module.") and key not in own for key in state_dict):
-        return {key.removeprefix("module."): value for key, value in state_dict.items()}
-    return state_dict
+    if not all(key.startswith("module.") and key not in own for key in state_dict):
+        return state_dict
+    stripped = {key.removeprefix("module."): value for key, value in state_dict.items()}
+    has_child = any(name.startswith("module.") for name in own)
+    return state_dict if has_child and stripped.keys().isdisjoint(own) else stripped
 
 
 # ------------------------------------------------------------ writes into state dicts

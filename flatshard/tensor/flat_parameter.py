@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import OrderedDict
@@ -320,8 +321,10 @@ class OriginalParam:
             return grad
         # Only a swap changes the class, too. But a swap fails if the tensor has weak references.
         put: Any = torch.utils.swap_tensors if self.is_sharded else Tensor.data.__set__  # type: ignore[attr-defined]
-        put(taken, grad)
-        return taken
+        with contextlib.suppress(RuntimeError):
+            put(taken, grad)
+            return taken
+        return grad
 
     def of_unreduced(self, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
         """Return a tensor for ``.grad`` with the values of this rank's unreduced gradient ``grad``.

@@ -34,7 +34,7 @@ _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
 _OP = "the options of optimizers"
-_MISSING = "the number of parameters without .grad"
+_MISSING = "the parameters without .grad"
 _SIMPLE = {int, float, bool, str, tuple, type(None)}  # types of options that are compared as is
 Facts = dict[str, str]  # texts that must be equal on all ranks
 
@@ -129,9 +129,9 @@ class _Seen:
         # First entry: `ComparedSteps.num_made`, because a new model may contain the optimizer's
         # parameters. Other entries: the options and the number of parameters of each group.
         self.options: list[Any] = []
-        # For each model that the optimizer steps: the facts to compare, their digest, and the
-        # parameters that all ranks of the model train.
-        self.facts: list[tuple[ComparedSteps, Facts, int, list[Tensor]]] = []
+        # For each model that the optimizer steps: the facts to compare, their digest, and the names
+        # and parameters that all ranks of the model train.
+        self.facts: list[tuple[ComparedSteps, Facts, int, list[str], list[Tensor]]] = []
 
     def update(self, optimizer: Optimizer, options: list[Any]) -> None:
         if self.options == options:
@@ -139,10 +139,11 @@ class _Seen:
         self.options, self.facts = options, []
         for model in _models:
             if facts := model.facts_of(optimizer, self.names):
-                facts[_MISSING] = "0"
+                facts[_MISSING] = "none"
                 digest = crc32(repr(sorted(facts.items())).encode())
                 params = [param for param in all_params(optimizer) if id(param) in model._names]
-                self.facts.append((model, facts, digest, params))
+                names = [model._names[id(param)] for param in params]
+                self.facts.append((model, facts, digest, names, params))
 
 
 _models: weakref.WeakSet[ComparedSteps] = weakref.WeakSet()
@@ -158,12 +159,12 @@ def record_step(optimizer: Optimizer) -> None:
     # Do not compare tensors here: the comparison would wait for an accelerator.
     if not _SIMPLE.issuperset(map(type, options)) or seen.options != options:
         seen.update(optimizer, [*map(_plain, options)])
-    for model, facts, digest, params in seen.facts:
+    for model, facts, digest, names, params in seen.facts:
         with torch._C.DisableTorchFunctionSubclass():
-            missing = sum(map(operator.is_, map(get_grad, params), repeat(None)))
+            missing = [*compress(names, map(operator.is_, map(get_grad, params), repeat(None)))]
         # Add the digests, because the order in which several optimizers step does not matter.
-        model.digest += digest + missing
-        model.facts.append({**facts, _MISSING: str(missing)} if missing else facts)
+        model.digest += digest + crc32(repr(sorted(missing)).encode())
+        model.facts.append({**facts, _MISSING: ", ".join(sorted(missing))} if missing else facts)
 
 
 # Runs once: this module is imported when the first model is wrapped.

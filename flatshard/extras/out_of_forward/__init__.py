@@ -341,6 +341,9 @@ def as_views(result: Any, full: Collection[Tensor], of: FlatShardTensor, *, copi
             # inference mode does not have.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
+        # A subclass would be another node of the graph: no leaf, and without the view's hooks.
+        if tensor.requires_grad:
+            return tensor
         shown = tensor.as_subclass(GatheredView)
         shown.of, shown.version = of, _version(of)
         return shown
