@@ -106,7 +106,8 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.is_free_deferred = False
-        # Whether `reshard` has ever found views still in use, or a checkpoint may save such views.
+        # Whether views may be in use after a reshard: `reshard` has found some, or an activation
+        # checkpoint has run the unit, and may have saved some.
         self.had_views = False
         self.was_read = False  # whether a backward has read a view of the buffer from the graph
         self._targets = plan.targets

@@ -90,7 +90,9 @@ class Source(enum.IntEnum):
     # Also tensors that may differ between ranks. Then the ranges on the ranks may be parts of
     # different full tensors.
     OTHER = 2
-    DRAWN = 3  # also random numbers of this rank's generator
+    # Also values that ranks do not compare: random numbers of this rank's generator, and tensors
+    # of one number on an accelerator (a comparison would wait for the accelerator).
+    DRAWN = 3
 
 
 class Caller(enum.Enum):
@@ -143,7 +145,8 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
     for tensor in tensors:
         if not isinstance(tensor, FlatShardTensor):
             if not makes_numbers or tensor.dim():
-                source = max(source, Source.OTHER)
+                is_compared = tensor.dim() > 0 or tensor.is_cpu
+                source = max(source, Source.OTHER if is_compared else Source.DRAWN)
             continue
         source = max(source, tensor.shard_origin.source)
         if tensor.shard_origin.is_arriving:
@@ -297,8 +300,8 @@ class FlatShardTensor(torch.Tensor):
     shard_unreduced: Tensor | None = None
     shard_version = 0
 
-    # Defaults for gradients whose objects `Gradients` reuses, for speed, without `__new__`. These
-    # gradients share this origin, which no write changes (`is_fixed`). Few programs read
+    # Defaults for the gradient objects of the last step, which `Gradients` fills again instead of
+    # making new ones. They share this origin, which no write changes (`is_fixed`). Few programs read
     # `shard_local`, so it is computed on demand.
     shard_origin: Origin = Origin(Source.GRADIENTS, is_fixed=True)
 

@@ -194,8 +194,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
         if not gradient.is_alike:
             raise RuntimeError(
                 f"{spec.where()}: backward got a sharded tensor ({gradient.text}) as the gradient. "
-                "A sharded gradient has only this rank's range of the gradient of this rank's "
-                "batch, so flatshard cannot average it. Expected a full, plain tensor. In the "
+                "A sharded gradient lacks the elements outside of this rank's range, which other "
+                "ranks need for the average. Expected a full, plain tensor. In the "
                 "backward of a torch.autograd.Function, begin with "
                 "weight.new_zeros(weight.shape). Elsewhere, compute the gradient from full tensors."
             )

@@ -293,3 +293,12 @@ def test_state_of_another_optimizer(rank: int, world_size: int) -> None:
     loaded.load_state_dict(saved.state_dict())
     with pytest.raises(RuntimeError, match=r"SGD.step\(\): a parameter group has no option"):
         loaded.step()
+
+
+def test_numbers_on_an_accelerator_are_not_compared() -> None:
+    """So a tensor that was computed with one is not gathered: it may differ between ranks."""
+    numbers = {device: torch.empty((), device=device) for device in ("cpu", "meta")}
+    sources = {
+        device: sharded_tensor.origin_of([number]).source for device, number in numbers.items()
+    }
+    assert sources == {"cpu": sharded_tensor.Source.OTHER, "meta": sharded_tensor.Source.DRAWN}

@@ -227,7 +227,8 @@ class Join(StepExtension):
                 self._fail(f"{type(optimizer).__name__} is not known to be element-wise.")
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # Do not announce a step of a hook in backward: ranks without input run the hook, too.
+        # If a hook steps the optimizer in backward, do not announce the step: ranks without input
+        # run the hook, too.
         in_hook = torch._C._current_graph_task_id() != -1
         if self._leads and not in_hook and self._holds(optimizer):
             key = self._key(optimizer)
