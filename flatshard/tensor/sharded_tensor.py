@@ -301,8 +301,8 @@ class FlatShardTensor(torch.Tensor):
     shard_version = 0
 
     # Defaults for the gradient objects of the last step, which `Gradients` fills again instead of
-    # making new ones. They share this origin, which no write changes (`is_fixed`). Few programs read
-    # `shard_local`, so it is computed on demand.
+    # making new ones. They share this origin, which no write changes (`is_fixed`). Programs rarely
+    # read `shard_local`, so it is computed on demand.
     shard_origin: Origin = Origin(Source.GRADIENTS, is_fixed=True)
 
     @cached_property
