@@ -195,9 +195,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Accumulate gradients without reducing them, for forwards that begin inside the context.
 
         The first backward after the context reduces the sum. Until then every rank holds unsharded
-        gradients of every unit. From the second backward on, these gradients are in the parameters'
-        own dtype if the reduce dtype is narrower, because sums are rounded only before they are
-        sent. Each of the two arguments limits the memory of unsharded gradients.
+        gradients of every unit. Sums of several backwards have the parameters' own dtype, even if
+        the reduce dtype is narrower, because sums are rounded only before they are sent. Each of
+        the two arguments limits the memory of unsharded gradients.
 
         Under SHARD_OP and NO_SHARD, ranks may run different numbers of forwards and backwards
         inside the context, because these need no all-gathers there.

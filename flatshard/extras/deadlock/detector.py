@@ -78,8 +78,8 @@ class _Finding(NamedTuple):
     """The reason why some waits never end, published by the rank that has found it."""
 
     text: str
-    # The waits that never end, each as group, kind and number. None: all waits in the groups under
-    # whose names the finding is published, except waits for collectives of the user's program.
+    # The waits that never end, each as group, kind and number. None: every wait in the groups for
+    # which `_tell` publishes the finding, except waits for collectives of the user's program.
     waits: list[list[Any]] | None
 
 

@@ -81,7 +81,7 @@ class GpuWaits:
         self._found: BlockedWait | None = None
 
     def look(self, thread: int, after_seconds: float, gathers: Set[Hashable]) -> BlockedWait | None:
-        """Return the wait of ``thread`` or a thread of autograd for an NCCL collective on the GPU.
+        """Return the wait of ``thread``, or of autograd's threads, for an NCCL collective.
 
         Returns None if the thread does not wait, or has waited for less than ``after_seconds``.
         ``gathers``: names of the process groups on which flatshard all-gathers.

@@ -235,8 +235,9 @@ class _Recorder(TorchDispatchMode):
 
     def _free(self, key: int, block: int, _: object) -> None:
         del self._block_of[key], self._refs[key]
-        # Autograd adds real gradients in place if possible, but fake ones into a new tensor. If an
-        # addend is freed next, record this before the sum's allocation, as for a sum in place.
+        # Autograd adds real gradients in place if possible, but fake gradients into a new tensor.
+        # If a fake gradient is freed just after its addition, record that it is freed just before
+        # the sum is allocated: then the sum needs no more memory than a sum in place.
         events, sizes, total = self._trace.events, self._trace.sizes, self._sum
         takes_over = total >= 0 and isinstance(events[-1], Op) and sizes[total] == sizes[block]
         events.insert(len(events) - 2 * takes_over, Mark("free", block=block))

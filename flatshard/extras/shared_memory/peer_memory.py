@@ -116,7 +116,7 @@ class PeerProcess:
             self.words = _mapped_words(file.fileno())
 
     def read(self, address: int, out: Tensor) -> None:
-        """Copy memory of the process at ``address`` into ``out``, a contiguous CPU tensor."""
+        """Copy the process's memory at ``address`` into ``out``, a contiguous CPU tensor."""
         _read(self, address, out.data_ptr(), out.nbytes)
 
     def check_alive(self) -> None:

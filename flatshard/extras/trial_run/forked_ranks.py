@@ -86,7 +86,7 @@ class Record(NamedTuple):
     # Number of runs of each line that needs a change. Key: the line, and the change.
     notes: Counter[str]
     # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written. So
-    # the length is the number of the current step.
+    # the length of this list is the number of the current step, counted from 1.
     costs: list[tuple[float, float, float]]
 
 
