@@ -42,7 +42,7 @@ class ParamOwner:
         return False
 
 
-_NOBODY = ParamOwner()
+NOBODY = ParamOwner()
 
 
 class NeedsFullTensor(RuntimeError):
@@ -126,7 +126,7 @@ class ShardSpec:
     @property
     def owner(self) -> ParamOwner:
         """The model that trains the parameter. If none does, a ``ParamOwner`` that does nothing."""
-        return self._owner() or _NOBODY
+        return self._owner() or NOBODY
 
     @owner.setter
     def owner(self, owner: ParamOwner) -> None:

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.precision import tensors_in
 from flatshard.tensor import whole
-from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
+from flatshard.tensor.shard_spec import NOBODY, NeedsFullTensor, ShardSpec
 from flatshard.units.layout import Box, boxes_of
 from flatshard.units.module_proxy import callers, refuse_foreign_wrapper
 
@@ -744,14 +744,14 @@ def is_counted() -> bool:
 
 
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
-    """Raise NeedsFullTensor if ``func`` runs in a forward and does not write to a tensor.
+    """Raise NeedsFullTensor if the model exists and ``func`` does not write to a tensor.
 
     The caller then runs ``func`` with full tensors. Trying ``func`` on the shard first could save
     tensors before it fails, and ``torch.utils.checkpoint`` would count them (``is_counted``).
     """
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
-    if not changes and spec.owner.is_in_forward:
+    if not changes and spec.owner is not NOBODY:
         spec.refuse(name)
 
 

@@ -188,7 +188,7 @@ class OutOfForwardUse(ParamOwner):
         if is_outermost:
             forward.begin()
             state.depth += 1
-        packs = is_outermost or not is_counted()
+        packs = not is_counted()
         if packs:
             forward.saved.push()
         failed = True

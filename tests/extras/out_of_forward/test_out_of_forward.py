@@ -305,9 +305,14 @@ def _halves(model: Any, x: Tensor) -> Tensor:
     return model(x, encoded=model.encoder(x)).pow(2).mean() + model.encoder.norm(x).mean()
 
 
+def _checkpointed(model: Any, x: Tensor) -> Tensor:
+    parts, x = nn.Sequential(model.decoder, model.encoder, model.head), x.clone().requires_grad_()
+    return sum(checkpoint(parts, x, use_reentrant=is_old).pow(2).mean() for is_old in (False, True))
+
+
 @on_ranks_each_way(2)
 def test_direct_calls_of_parts(rank: int, world: int, way: str) -> None:
-    for loss in (_apart, _halves):
+    for loss in (_apart, _halves, _checkpointed):
         _compare(rank, world, way, Pair, loss)
     torch.manual_seed(0)
     plain = Pair().double()
