@@ -171,24 +171,24 @@ class Gradients:
     def take_all_back(self) -> None:
         """Remove the accumulated gradients that ``show`` put into ``.grad``, before a backward.
 
-        If the user has removed or zeroed a ``.grad``, drop the parameter's accumulated gradient. If
-        the user has changed the ``.grad`` in another way, set ``was_edited``.
+        If the user has removed or zeroed a ``.grad``, remove or zero the parameter's accumulated
+        gradient. If the user has changed the ``.grad`` in another way, set ``was_edited``.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             while self.shown:
                 original, (shown, version, is_view) = self.shown.popitem()
                 UNREDUCED.pop(shown, None)
                 param, present = original.sharded, get_grad(original.sharded)
-                is_dropped, is_replaced = present is None, present is not shown
-                is_replaced &= not is_dropped
+                is_dropped, is_zeroed = present is None, False
+                is_replaced = present is not shown and not is_dropped
                 if is_replaced or (not is_dropped and version_of(shown) != version):
                     # The user has edited the unreduced gradient. If all values are zero now, this
                     # was zero_grad(set_to_none=False). Any other edit is an error: the average is
                     # computed later, so the edit changed only this rank's contribution.
-                    is_dropped = not is_replaced and not local_range(shown).any()
-                    self.was_edited |= not is_dropped
+                    is_zeroed = not is_replaced and not local_range(shown).any()
+                    self.was_edited |= not is_zeroed
                 # Reuse the tensor object for the average, even if the program refers to it.
-                is_reused = is_view and not is_replaced and not is_dropped
+                is_reused = is_view and not (is_replaced or is_dropped or is_zeroed)
                 if is_reused and not original.is_sharded:
                     original.taken_grad = weakref.ref(shown)
                 elif is_reused and shown is original.kept_grad:
@@ -199,8 +199,8 @@ class Gradients:
                 del shown, present  # lets `FlatShardTensor.grad` reuse the tensor object
                 if is_view and not is_replaced:
                     param.grad = None
-                if is_dropped:
-                    self.forget(original.index)
+                if is_dropped or is_zeroed:
+                    self.forget(original.index, keeps_zeros=is_zeroed)
             for original in [one for one in self._params if one.sharded in ASSIGNED]:
                 del ASSIGNED[original.sharded]
                 if not isinstance(original.sharded.grad, FlatShardTensor):
@@ -316,11 +316,14 @@ class Gradients:
         total = self.intra_reduced
         self.intra_reduced = part if total is None else total.add_(part)
 
-    def forget(self, index: int) -> None:
-        """Drop the accumulated gradient of a parameter."""
-        self.slots.pop(index, None)
-        for marks in (self._separate, self.arrived, self.used_by_rank):
-            marks.discard(index)
+    def forget(self, index: int, *, keeps_zeros: bool = False) -> None:
+        """Drop the accumulated gradient of a parameter, or with ``keeps_zeros``, set it to zero."""
+        if keeps_zeros:
+            zero([slot for number, slot in self.slots.items() if number == index])
+        else:
+            self.slots.pop(index, None)
+            for marks in (self._separate, self.arrived, self.used_by_rank):
+                marks.discard(index)
         if self.intra_reduced is not None:
             span, first = self._layout.spans[index], self.plan.intra_start
             # `intra_reduced` is a sum over ranks, from which this rank's gradient cannot be

@@ -329,15 +329,18 @@ def dropped_where_ranks_differ(side: Side) -> Any:
     return model
 
 
-@idiom("gradients dropped where a backward used none", by_hand=True, ways="no_shard hybrid")
+@idiom("gradients dropped where a backward used none", by_hand=True, ways="full no_shard hybrid")
 def dropped_where_unused(side: Side) -> Any:
     model = side.wrap_whole(Branches())
-    optimizer = side.sgd(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     side.loss(model, 0).backward()
-    with side.no_sync(model):
-        _branched(side, model, 1, 0).backward()
-    optimizer.zero_grad()
-    return side.fit(model, optimizer, steps=1, first=2)
+    for to_none in (True, False):  # zeros, unlike None, let the weights decay
+        with side.no_sync(model):
+            _branched(side, model, 1, 0).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        _branched(side, model, 2, 1).backward()
+        side.step(optimizer)
+    return model
 
 
 @idiom(
