@@ -33,7 +33,7 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.memory import checksum
-from flatshard.precision import tensors_in
+from flatshard.precision import get_grad, tensors_in
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import (
     UNREDUCED,
@@ -252,6 +252,10 @@ def _version(tensor: FlatShardTensor) -> int:
     return 0 if tensor.local.is_inference() else tensor.local._version
 
 
+# Functions of a view's node in the graph. An ordinary tensor in the view's place is another node.
+_OF_NODES = Tensor.register_hook, Tensor.retain_grad, get_grad, torch.autograd.grad
+
+
 class GatheredView(Tensor):
     """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
 
@@ -266,8 +270,9 @@ class GatheredView(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__set__":  # an assignment to an attribute writes no element
-                return func(*args)
+            # An assignment to an attribute writes no element.
+            if func.__name__ == "__set__" or func in _OF_NODES:
+                return func(*args, **kwargs or {})
             # Replace each view by an ordinary tensor that shares the view's memory and version
             # counter. Below, the counter shows whether the function has written to the tensor.
             views = [t for t in leaves if isinstance(t, GatheredView)]
@@ -342,7 +347,7 @@ def as_views(result: Any, full: Collection[Tensor], of: FlatShardTensor, *, copi
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         # A subclass would be another node of the graph: no leaf, and without the view's hooks.
-        if tensor.requires_grad:
+        if tensor.requires_grad and (tensor.is_leaf or tensor._backward_hooks):
             return tensor
         shown = tensor.as_subclass(GatheredView)
         shown.of, shown.version = of, _version(of)

@@ -391,6 +391,43 @@ def test_writes_are_refused(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
+def test_views_that_require_gradients(rank: int, world: int) -> None:
+    """Writes to them raise, so do reads after a step, and autograd treats them as plain views."""
+
+    def hooked(weight: Tensor) -> object:
+        row, seen = weight[0], list[Tensor]()
+        row.register_hook(seen.append)
+        (row**2).sum().backward()
+        return seen
+
+    def retained(weight: Tensor) -> object:
+        row = weight[0]
+        row.retain_grad()
+        (row[1:3] ** 2).sum().backward()
+        return row.grad
+
+    def differentiated(weight: Tensor) -> object:
+        row = weight.t()[1:]
+        return torch.autograd.grad((row**3).sum(), [row])
+
+    plain = Parent(lambda m, x: m.child(x)).double()
+    sharded = _wrap(copy.deepcopy(plain), "full")
+    weight: Any = sharded.child.weight
+    with _quiet():
+        for use in (hooked, retained, differentiated):
+            assert_close(use(weight), use(plain.child.weight), rtol=0, atol=0)
+        before = snapshot(sharded)
+        row, part, rows = weight[0], weight[0][1:3], weight.unbind()
+        with torch.no_grad():
+            for view in (row, part, rows[1]):
+                assert_raises(RuntimeError, "summon_full_params", view.zero_)
+        assert_same_state(snapshot(sharded), before, 0.0, 0.0)
+        torch.optim.SGD(sharded.parameters(), lr=0.1).step()
+        for view in (row, part, rows[1]):
+            assert_raises(RuntimeError, "reads a view that was taken outside of forward", view.sum)
+
+
+@on_ranks(2)
 def test_warns_once_for_each_unit(rank: int, world: int) -> None:
     sharded = _wrap(Parent(USES["joined"]), "full")
     with warnings.catch_warnings(record=True) as caught:
