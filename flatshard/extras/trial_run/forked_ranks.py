@@ -60,6 +60,7 @@ DDP: Any = nn.parallel.DistributedDataParallel
 _WRAPS = 'wraps the model ({}): write flatshard.ShardedWrapper(model, auto_wrap_policy="auto")'
 _NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
 _NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
+FEWER_STEPS = "it took"  # the failure of a script that ends before the last step begins with this
 _SIZE, _CHUNK = 256, 1 << 16  # number of sums recorded of a tensor; elements added at once
 _NEEDS_ALL = {
     # method of a module: what to write instead of a call on some ranks only
@@ -205,7 +206,7 @@ class Recorder:
         if not failure and not self.names:
             failure = _NO_OPTIMIZER if self.options.wrap else _NO_WRAPPER
         elif not failure and (taken := len(self.record.costs) - 1) < self.options.steps:
-            failure = f"it took {taken} optimizer steps, not {self.options.steps}"
+            failure = f"{FEWER_STEPS} {taken} optimizer steps, not {self.options.steps}"
             failure += " (did it resume from files of an earlier run?)"
         record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
         self.options.store.set(f"{self._rank}", pickle.dumps(record))
