@@ -42,10 +42,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _with_quickstart(landing: str) -> str:
-    """The landing page with README's quickstart, which stands in the repository once."""
+    """The landing page with README's installation and quickstart, which have no other page."""
     readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
-    quickstart = re.search(r"^## Quickstart\n.*?(?=^## )", readme, re.MULTILINE | re.DOTALL)
-    assert quickstart is not None, "README.md has no section Quickstart"
+    sections = r"^## Install\n.*?^## Quickstart\n.*?(?=^## )"
+    quickstart = re.search(sections, readme, re.MULTILINE | re.DOTALL)
+    assert quickstart is not None, "README.md has no sections Install and Quickstart"
     before, _, after = landing.partition("## Quickstart\n")
     assert after, "docs/index.md has no section Quickstart"
     _, heading, rest = after.partition("## ")  # leaves out the link that stands for the program

@@ -69,9 +69,9 @@ def test_every_block_is_of_a_known_kind() -> None:
 
 def test_no_example_trains_on_the_cpu_of_a_gpu_machine() -> None:
     """An example names the CPU only in the branch of a machine without an accelerator."""
-    cpu = r'torch\.device\("cpu"\)'
-    named = re.compile(rf'device_id="cpu"|(?<!else:\n    device = ){cpu}')
-    every = [*PYTHON, *(fence for path in MODULES for fence in examples(path))]
+    names = r"torch\.device\(", r"\.to\(", r"init_device_mesh\(", "device_id=", "device = "
+    named = re.compile(rf"""(?<!else:\n    device = )(?:{"|".join(names)})["']cpu""")
+    every = [*BLOCKS, *(fence for path in MODULES for fence in examples(path))]
     assert not [(fence.document, fence.heading) for fence in every if named.search(fence.text)]
 
 
