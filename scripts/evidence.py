@@ -300,8 +300,9 @@ def updated(page: str) -> str:
             sorted({one[column] for one in rows}) for column in ("date", "commit", "torch")
         )
         of_commits = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits"
-        runs = f"{' and '.join(dates)} ({of_commits}, torch {' and '.join(torches)})"
-        about = f"Verdicts of [{len(rows):,} runs](evidence/{name}.csv) on {runs}:"
+        when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
+        runs = f"{when} ({of_commits}, torch {' and '.join(torches)})"
+        about = f"Verdicts of [{len(rows):,} runs](evidence/{name}.csv) {runs}:"
         page = replaced(page, name, "\n".join([about, "", *counts(rows, column, title)]))
     return page
 
