@@ -96,11 +96,10 @@ class OutOfForwardUse(ParamOwner):
         # Between steps, also accept sharded tensors that were computed with plain tensors, such as
         # a target network's new value. `full_tensor` raises if plain tensors differ between ranks.
         most = Source.GRADIENTS if writes or self._state.is_running else Source.OTHER
-        for t in sharded:
-            if t.shard_origin.source > most or t in UNREDUCED:
-                return NotImplemented
-            if t.shard_origin.is_arriving or t.spec not in self._handles:
-                return NotImplemented
+        if any(t in UNREDUCED or t.spec not in self._handles for t in sharded):
+            return NotImplemented
+        if any(t.shard_origin.is_arriving or t.shard_origin.source > most for t in sharded):
+            return NotImplemented
         records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
         is_one = writes and func.__name__ != "__set__" and isinstance(args[0], FlatShardTensor)
         if writes and (records or self.is_in_forward or not is_one):

@@ -131,7 +131,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     sharded, failure = forked_ranks.run(options, "sharded", lone)
     added = dict.fromkeys(key for one in sharded for key in one.notes if key not in calls)
     report["lines"] = [*added, *(f"{key} (calls by rank: {lone[key]})" for key in lone)]
-    if failure.startswith(forked_ranks.FEWER_STEPS):
+    if failure.endswith(forked_ranks.FEWER_STEPS):
         return f"Cannot be compared: under flatshard, {failure}"
     if failure:
         report["verdict"] = RAISES

@@ -60,7 +60,7 @@ DDP: Any = nn.parallel.DistributedDataParallel
 _WRAPS = 'wraps the model ({}): write flatshard.ShardedWrapper(model, auto_wrap_policy="auto")'
 _NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
 _NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
-FEWER_STEPS = "it took"  # the failure of a script that ends before the last step begins with this
+FEWER_STEPS = " (did it resume from files of an earlier run?)"  # the end of this failure's text
 _SIZE, _CHUNK = 256, 1 << 16  # number of sums recorded of a tensor; elements added at once
 _NEEDS_ALL = {
     # method of a module: what to write instead of a call on some ranks only
@@ -206,8 +206,7 @@ class Recorder:
         if not failure and not self.names:
             failure = _NO_OPTIMIZER if self.options.wrap else _NO_WRAPPER
         elif not failure and (taken := len(self.record.costs) - 1) < self.options.steps:
-            failure = f"{FEWER_STEPS} {taken} optimizer steps, not {self.options.steps}"
-            failure += " (did it resume from files of an earlier run?)"
+            failure = f"it took {taken} optimizer steps, not {self.options.steps}{FEWER_STEPS}"
         record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
         self.options.store.set(f"{self._rank}", pickle.dumps(record))
         sys.stdout.flush()
@@ -376,9 +375,8 @@ def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
     base: Any = ShardedWrapper if is_sharded else DDP if original is DDP else _Reference
     order = list(inspect.signature(original.__init__).parameters)[2:]
     policy = None if options.policy == "none" else options.policy
-    chosen = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy}
-    if not is_sharded or name not in (DDP.__name__, "--wrap"):
-        chosen = {}
+    applies = is_sharded and name in (DDP.__name__, "--wrap")  # --strategy and --policy
+    chosen = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy} if applies else {}
 
     class Recorded(base):  # type: ignore[misc]
         def __init__(self, module: nn.Module, *args: Any, **given: Any) -> None:
@@ -416,9 +414,8 @@ def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwarg
     found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     owned = {m: {*m.parameters()} for m in found if not isinstance(m, nn.DataParallel)}
     # Prefer a module with all parameters. If there is none, the optimizer steps several models.
-    users = [m for m in owned if held.keys() <= owned[m]] or [
-        m for m in owned if owned[m] <= held.keys()
-    ]
+    users = [m for m in owned if held.keys() <= owned[m]]
+    users = users or [m for m in owned if owned[m] <= held.keys()]
     largest = sorted(users, key=lambda one: len([*one.modules()]))
     models = {p: one for one in largest for p in owned[one]}
     if held.keys().isdisjoint(recorder.names):
