@@ -77,9 +77,10 @@ def _reductions_are_connected_at_construction() -> None:
 
     def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:
-            if keywords["group"] is not group:
+            where, first, *_ = (keywords["group"], *args) if keywords else args
+            if where is not group:
                 return real(*args, **keywords)
-            connected.append((name, args[0].numel()))
+            connected.append((name, first.numel()))
             return mock.Mock()
 
         return call
@@ -88,14 +89,14 @@ def _reductions_are_connected_at_construction() -> None:
         waits = mock.patch.object(native.NativeTransport, "stream_waits", return_value=True)
         stack.enter_context(waits)
         for owner, name in (
-            *((native, "_reduce_scatter_single"), (native, "_all_gather_single")),
+            *((dist.ProcessGroup, "_reduce_scatter_base"), (dist.ProcessGroup, "_allgather_base")),
             *((dist, "all_reduce"), (dist, "all_to_all_single")),
         ):
             function = noted(name.strip("_"), getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, function))
-        scatter, gather = ("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)
+        scatter, gather = ("all_to_all_single", 1 << 20), ("allgather_base", 1 << 20)
         for strategy, mode, expected in (
-            ("FULL_SHARD", "auto", [("reduce_scatter_single", 1 << 19)]),
+            ("FULL_SHARD", "auto", [("reduce_scatter_base", 1 << 19)]),
             ("NO_SHARD", "auto", [("all_reduce", 1 << 20)]),
             ("FULL_SHARD", "fixed_order", [scatter]),
             ("NO_SHARD", "fixed_order", [scatter, gather]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +17,12 @@ from flatshard.units.layout import as_bytes, as_real
 _USUAL = {torch.float32, torch.float64}  # dtypes that all backends can all-gather
 _LARGE_NUMEL = 1 << 20  # from this size on, backends use an algorithm for large tensors
 
+# The methods of process groups save time: they check no arguments, unlike torch.distributed's
+# functions `all_gather_single` and `reduce_scatter_single`.
 _GATHER_OPTIONS = _distributed_c10d.AllgatherOptions()
 _REDUCE_OPTIONS = _distributed_c10d.ReduceScatterOptions()
 _REDUCE_OPTIONS.reduceOp = dist.ReduceOp.AVG
 _GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = True
-
-
-# The next two functions save time: they check no arguments, unlike torch.distributed's functions.
-def _all_gather_single(out: Tensor, shard: Tensor, *, group: Any) -> Any:
-    return group._allgather_base(out, shard, _GATHER_OPTIONS)
-
-
-def _reduce_scatter_single(out: Tensor, whole: Tensor, *, group: Any) -> Any:
-    return group._reduce_scatter_base(out, whole, _REDUCE_OPTIONS)
 
 
 class NativeTransport(Transport):
@@ -62,7 +54,7 @@ class NativeTransport(Transport):
         need = members.history.begin(group, what=what)
         if out.dtype not in _USUAL:
             out, shard = as_bytes(out), as_bytes(shard)
-        work = _all_gather_single(out, shard, group=group)
+        work = group._allgather_base(out, shard, _GATHER_OPTIONS)
         # torch's "fake" backend moves nothing, and its handles never report completion.
         works = [] if members.is_fake else [work]
         reports_end = not (request.reduced and is_gloo)
@@ -81,7 +73,8 @@ class NativeTransport(Transport):
             kept.append(arrived)
             then = partial(average, arrived.chunk(self._members.size), request.out)
         else:
-            work = _reduce_scatter_single(as_real(request.out), as_real(buffer), group=group)
+            out = as_real(request.out)
+            work = group._reduce_scatter_base(out, as_real(buffer), _REDUCE_OPTIONS)
         works = [] if self._members.is_fake else [work]
         # gloo's handle reports completion only after a wait, so callers must not poll it.
         reports_end = buffer.device.type not in self._on_gloo
@@ -111,8 +104,8 @@ class NativeTransport(Transport):
             if fixed_order:
                 dist.all_to_all_single(torch.empty_like(full), full, group=group)
             elif not replicas:
-                _reduce_scatter_single(part, full, group=group).wait()
+                group._reduce_scatter_base(part, full, _REDUCE_OPTIONS).wait()
             if fixed_order and replicas:
-                _all_gather_single(full, part, group=group).wait()
+                group._allgather_base(full, part, _GATHER_OPTIONS).wait()
             elif replicas:
                 dist.all_reduce(full, op=dist.ReduceOp.AVG, group=group)
