@@ -26,6 +26,7 @@ from flatshard.checkpoint.training import HostRanks, Optimizers, PendingSave, Tr
 from flatshard.comm.consistency import Facts, agreed, sendable
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
+from flatshard.tensor.flat_parameter import is_wrapped
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 _DESTROYED = (
@@ -60,8 +61,8 @@ def save(
     Each rank writes its own shards and optimizer state; no tensor is sent. The folder gets its name
     only when all files are on the disk: if the program is killed earlier, the previous checkpoint
     stays intact. The files have the format of ``torch.distributed.checkpoint`` (DCP), with the keys
-    ``model`` and ``optimizer`` of torch's ``get_state_dict``. The random number generators of each
-    rank are saved too.
+    ``model`` and ``optimizer`` of torch's ``get_state_dict``. Buffers and ignored parameters have
+    rank 0's values. The random number generators of each rank are saved too.
 
     Collective: all ranks that train ``model`` call it, between steps. All hosts must share the file
     system.
@@ -195,7 +196,15 @@ class Save:
         # Call `sharded` first, because it is collective for some optimizers: a rank that raised
         # before this line would leave the other ranks waiting.
         states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
-        self.tensors = {"model": training.shards.state_dict()}
+        model = training.shards.state_dict()
+        if self.ranks.rank > 0:
+            # DCP would save the values of any rank. Save rank 0's buffers and ignored parameters,
+            # as a program with DistributedDataParallel does.
+            params = training.plain.named_parameters(remove_duplicate=False)
+            alike = {name for name, p in params if is_wrapped(p) or not training.shards.units}
+            entries = model.items()
+            model = {n: v for n, v in entries if isinstance(v, FlatShardTensor) or n in alike}
+        self.tensors = {"model": model}
         if (state := trainings.joined(states)) is not None:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}

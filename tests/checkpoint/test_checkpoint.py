@@ -9,7 +9,7 @@ import time
 from enum import Enum
 from pathlib import Path, PurePath, PureWindowsPath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -268,8 +268,8 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.count: Any = 0
+        self.linear, self.count = nn.Linear(2, 2), cast(Any, 0)
+        self.register_buffer("mean", torch.zeros(2))
 
     def get_extra_state(self) -> Any:
         return self.count
@@ -279,12 +279,15 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("count", [3, {"a": {"b": 1}}, torch.tensor([1, 2])])
-def test_extra_state(count: Any, tmp_path: Path) -> None:
-    model, other = Counting(), Counting()
-    model.count = count
+@on_ranks(2)
+def test_extra_state_and_buffers(rank: int, world_size: int, count: Any, tmp_path: Path) -> None:
+    """Where ranks have other values, rank 0's are saved."""
+    model, other = (ShardedWrapper(Counting()).module for _ in range(2))
+    model.count = None if rank else count
+    model.mean += 1 + rank
     checkpoint.save(tmp_path / "one", model)
     checkpoint.load(tmp_path / "one", other)
-    torch.testing.assert_close(other.count, count)
+    torch.testing.assert_close((other.count, other.mean), (count, torch.ones(2)))
 
 
 @on_ranks(1)
