@@ -65,6 +65,12 @@ class OutOfForwardUse(ParamOwner):
             # cycle through autograd, which the garbage collector could not free.
             spec.owner = self
 
+    def assign(self, tensor: FlatShardTensor, value: Tensor) -> None:
+        if value.is_inference() or not tensor.is_unit_parameter:
+            return super().assign(tensor, value)
+        handle = self._handles[tensor.spec]
+        handle.unit.state_dict.writes.assign(handle, tensor.spec.original, value)
+
     def start_backward(self) -> None:
         self._backward.begin()
 
