@@ -497,6 +497,8 @@ def save_safetensors(
             name_of = weights.MergedLora(model).name_of
             named = ((name_of(name), one) for name, one in entries.items())
             entries = {name: one for name, one in named if name is not None}
+        else:
+            _entries_of(shards, model)  # raises for entries that `load_safetensors` cannot read
         # `safetensors.torch.load_model` reads the names of tied tensors from the metadata.
         ties = ties_in({name: one.key for name, one in entries.items()})
         kept = {n: as_saved(one.entry, dtype) for n, one in entries.items() if n not in ties}

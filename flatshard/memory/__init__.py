@@ -111,7 +111,7 @@ class BufferCache:
         kept = self._kept
         if kept is not None:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
-            if fits and num_uses(kept) <= _ALONE:
+            if fits and num_uses(kept) <= ALONE:
                 return kept.detach()  # while this alias exists, the storage counts as used
             self.give_back()
         make = self._new
@@ -125,7 +125,7 @@ class BufferCache:
 
     def give_back(self) -> None:
         """Free the cached tensor, unless other code still uses its memory."""
-        if self._kept is not None and num_uses(self._kept) <= _ALONE:
+        if self._kept is not None and num_uses(self._kept) <= ALONE:
             self._kept = None
 
 
@@ -135,7 +135,7 @@ def num_uses(tensor: Tensor) -> int:
 
 
 # The result of `num_uses` for a storage that only one tensor uses.
-_ALONE = num_uses(torch.empty(1))
+ALONE = num_uses(torch.empty(1))
 
 
 # ---------------------------------------------------------------- offload targets

@@ -8,7 +8,8 @@ extra state, users' hooks and ``state_dict()`` of a submodule work as in an unwr
 In an unwrapped model's state dict, the tensors share memory with the parameters, and some classes
 for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
 are full copies of the parameters. So ``WriteThrough`` looks for writes into the copies when the
-model is used next or when a copy is freed, and then copies the written values to the shards.
+model is used next or when a copy is freed, and then copies the written values to the shards. The
+same holds for a tensor that the program has assigned to ``p.data``, which may be ``q.data``.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from torch import Tensor, nn
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.memory import sample
+from flatshard.memory import ALONE, num_uses, sample
 from flatshard.optimizer.state_dicts import StateDict, check_order, is_for_rank_0, torch_request
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, state_shard
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -274,7 +275,7 @@ def without_ddp_prefix(state_dict: StateDict, own: Collection[str]) -> dict[str,
 
 @dataclass(eq=False)
 class WatchedCopy:
-    """A full copy of an original parameter that ``state_dict()`` returned to a user."""
+    """A tensor that ``state_dict()`` returned, or that a user has assigned to ``p.data``."""
 
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
@@ -288,7 +289,7 @@ class WatchedCopy:
 
 
 class WriteThrough:
-    """Watches tensors that ``state_dict()`` returned, and copies users' writes to the shards.
+    """Watches tensors that stand for parameters, and copies users' writes to the shards.
 
     A tensor is watched as long as the user refers to it. See [Note: writes into state dicts].
     """
@@ -301,14 +302,31 @@ class WriteThrough:
         self.lost = ""
 
     def __deepcopy__(self, memo: object) -> WriteThrough:
-        return WriteThrough()  # no user has a state dict of the copied model yet
+        return type(self)()  # no user has a state dict of the copied model yet
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
         """Start copying values that the user writes into ``full`` to the shard."""
-        ref = weakref.ref(full, self._died)
+        # Writes to other tensors in the same memory count, too, even after `full` is freed.
+        is_shared = num_uses(local_range(full)) > ALONE
+        ref = weakref.ref(full, (lambda _: None) if is_shared else self._died)
         with torch.inference_mode(False):
             copy = full.detach()
         self.given[id(ref)] = WatchedCopy(ref, copy, _state(copy), handle, param, identity(handle))
+
+    def assign(self, handle: FlatParamHandle, param: OriginalParam, value: Tensor) -> None:
+        """Carry out ``p.data = value``. Later writes to ``value`` also reach the parameter."""
+        self.given = {k: one for k, one in [*self.given.items()] if one.param is not param}
+        self._write(handle, param, value)
+        self.watch(handle, param, value)
+
+    def _write(self, handle: FlatParamHandle, param: OriginalParam, value: Tensor) -> None:
+        before = identity(handle)
+        with torch.inference_mode(False), torch.no_grad():
+            param.sharded.copy_(value)
+        handle.page_out()
+        for given in [*self.given.values()]:
+            if given.handle is handle and given.shard == before:
+                given.shard = identity(handle)
 
     def _died(
         self, user: weakref.ref[Tensor], is_ending: Callable[[], bool] = sys.is_finalizing
@@ -323,34 +341,28 @@ class WriteThrough:
         self.raise_lost()
 
     def raise_lost(self) -> None:
-        """Raise RuntimeError if values that the user wrote to a state_dict() tensor are lost."""
+        """Raise RuntimeError if values that the user wrote to a watched tensor are lost."""
         lost, self.lost = self.lost, ""
         if lost:
             raise RuntimeError(
-                f"parameter {lost!r}: a tensor of a state_dict() was written, but the parameter "
-                "had changed after the state_dict() was taken, so the written values are lost. "
-                "Write to the parameter, or to a new state_dict(). To change a tensor without the "
-                "parameter, clone the tensor first."
+                f"parameter {lost!r}: a tensor of a state_dict(), or one assigned to .data, was "
+                "written, but the parameter had changed after the tensor was taken or assigned, so "
+                "the written values are lost. Write to the parameter, or to a new state_dict(). To "
+                "change a tensor without the parameter, clone the tensor first. To tie parameters, "
+                "put one parameter into both modules before wrapping, instead of q.data = p.data."
             )
 
     def take_over(self, some: Sequence[WatchedCopy]) -> None:
         """Copy values that users wrote into the state dict tensors ``some`` to the shards."""
         for given in some:
-            state, given.state = given.state, _state(given.copy)
-            if state == given.state:
-                continue
-            handle, param, before = given.handle, given.param, given.shard
-            if before != identity(handle):
-                self.lost = param.name
-                continue
-            with torch.inference_mode(False), torch.no_grad():
-                param.sharded.copy_(param.spec.split(given.copy))
-            handle.page_out()
-            handle.unit.count_load(f"parameter {param.name!r}")
-            given.shard = after = identity(handle)
-            for other in self.given.values():
-                if other.handle is handle and other.shard == before:
-                    other.shard = after
+            if given.user() is None and num_uses(local_range(given.copy)) <= ALONE:
+                self.given.pop(id(given.user), None)
+            before, given.state = given.state, _state(given.copy)
+            if given.state != before and given.shard != identity(given.handle):
+                self.lost = given.param.name
+            elif given.state != before:
+                self._write(given.handle, given.param, given.param.spec.split(given.copy))
+                given.handle.unit.count_load(f"parameter {given.param.name!r}")
 
 
 def _state(copy: Tensor) -> tuple[int, list[int]]:
@@ -360,7 +372,7 @@ def _state(copy: Tensor) -> tuple[int, list[int]]:
     """
     # Most writes increase the version, also under no_grad. But the program's collectives, such as
     # ``dist.all_reduce(value)``, change only the values.
-    return copy._version, sample(copy)
+    return local_range(copy)._version, sample(local_range(copy))
 
 
 def identity(handle: FlatParamHandle) -> tuple[Any, ...]:

@@ -31,6 +31,10 @@ class ParamOwner:
         """
         return NotImplemented
 
+    def assign(self, tensor: Any, value: Tensor) -> None:
+        """Copy ``value``, which was assigned to ``tensor.data``, into a sharded tensor."""
+        tensor.copy_(value)
+
     def start_backward(self) -> None:
         """Notify the model that a backward reaches an operation that used a parameter.
 

@@ -404,8 +404,9 @@ class FlatShardTensor(torch.Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """The tensor without autograd, as ``Tensor.data`` of a plain tensor.
 
-        An assignment copies the new values into this rank's range. Tensors that users read from
-        ``data`` before the assignment keep the old values.
+        An assignment copies the new values into this rank's range. Later writes to the assigned
+        tensor reach the parameter when the model is used next; steps do not change that tensor.
+        Tensors that users read from ``data`` before the assignment keep the old values.
         """
         return self.detach()
 
@@ -414,13 +415,11 @@ class FlatShardTensor(torch.Tensor):
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
             # After `kept = p.data; p.data = other`, `kept` must still have the old values.
-            storage = self.local.untyped_storage()._cdata
             for alias in list((self.shard_origin.aliases or {}).values()):
-                is_same = alias.spec is self.spec  # gradients of other parameters share the origin
-                if is_same and alias.local.untyped_storage()._cdata == storage:
+                if alias.local is self.local:  # gradients of other parameters share the origin
                     alias.shard_local = alias.local.clone()
                     alias.shard_origin = Origin(alias.shard_origin.source)
-            self.copy_(value)
+            self.spec.owner.assign(self, value)
 
     # Reading ``dtype`` raises in a collective with a list of tensors (``dist.scatter(x, [p, p])``).
     # ``__torch_function__`` and ``__torch_dispatch__`` do not see all such lists, but

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
@@ -37,8 +37,9 @@ def _numbers(like: Tensor, seed: int = 0) -> Tensor:
 
 
 def assigned_to_data(run: Run) -> None:
-    for weight in _weights(run):
-        weight.data = _numbers(weight)
+    kept = torch.cat([_numbers(weight).reshape(-1) for weight in _weights(run)])
+    vector_to_parameters(kept, _weights(run))
+    kept.mul_(0.5)  # also changes the parameters, to whose `.data` views of it were assigned
     run.evaluate()
     for weight in _weights(run):
         weight.data.copy_(_numbers(weight, 1))
@@ -132,6 +133,7 @@ def test_script_in_mixed_precision(rank: int, world_size: int, script: Script) -
 @on_ranks(2)
 def test_what_needs_the_whole_tensor(rank: int, world_size: int) -> None:
     """What reads is right, what writes is a named error and changes nothing on any rank."""
+    kinds = RuntimeError, TypeError
     for way in ("full", "grad_op"):
         with naming(way):
             sharded, plain = pair(rank, world_size, way)
@@ -163,11 +165,7 @@ def test_what_needs_the_whole_tensor(rank: int, world_size: int) -> None:
                     warnings.simplefilter("ignore")  # once: that it is all-gathered for this
                     torch.testing.assert_close(read(weight), read(plain.submodule("fc2").weight))
             for number, attempt in enumerate(attempts):
-                with (
-                    naming(number),
-                    torch.no_grad(),
-                    pytest.raises((RuntimeError, TypeError), match=r"fc2\.weight"),
-                ):
+                with naming(number), torch.no_grad(), pytest.raises(kinds, match=r"fc2\.weight"):
                     attempt()
             assert_same(sharded.model, plain.model, 1e-12)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from flatshard import ShardedWrapper
+from flatshard import ShardedWrapper, sharded_modules
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import CASES
@@ -119,16 +119,16 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,
     "'2.weight' was added after wrapping": _changed(0, lambda model: model.module.append(_layer())),
     "'0.1.weight' was added after wrapping": _changed(1, lambda model: model[0].append(_layer())),
-    "parameter '1.weight' was added after wrapping: it": _changed(
-        1, lambda model: setattr(model.module, "1", _layer())
-    ),
+    "'1.weight' was added after": _changed(1, lambda model: setattr(model.module, "1", _layer())),
     "parameter 'extra' was added after": _trained_later,
+    "would not use the assigned 'norms'": _changed(0, lambda model: setattr(model, "norms", 1.0)),
+    "would not use the assigned 'forward'.*module.forward": _changed(
+        0, lambda model: setattr(sharded_modules(model.module)[0], "forward", abs)
+    ),
     "'head.weight' was added after": _changed(0, lambda model: setattr(model, "head", _layer())),
     "parameter '0.weight' was added": _changed(0, lambda model: setattr(model, "0", _layer())),
     "parameter 'weight' .the root unit. was replaced after wrapping": _functional,
-    "parameter 'weight' .the root unit. was replaced": _replaced(
-        partial(prune.l1_unstructured, name="weight", amount=0.5)
-    ),
+    "weight' .* was replaced": _replaced(lambda m: prune.l1_unstructured(m, "weight", 1)),
     "'weight' .the root unit. was replaced after wrapping": _replaced(nn.utils.weight_norm),
     "'weight' .the root unit. was replaced": _replaced(nn.utils.spectral_norm),
 }
@@ -136,9 +136,10 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @on_ranks(2, group_timeout=5)
 def test_named_on_all_ranks(rank: int, world_size: int) -> None:
+    kinds = RuntimeError, ValueError, AttributeError
     for message, run in MISTAKES.items():
         for keywords in ({}, {"collectives": "sockets", "sharding_strategy": "SHARD_GRAD_OP"}):
-            with naming(message), pytest.raises((RuntimeError, ValueError), match=message):
+            with naming(message), pytest.raises(kinds, match=message):
                 run(keywords)
 
 
@@ -243,6 +244,7 @@ def test_same_values_written_in_forward(rank: int, world_size: int) -> None:
         ("right", _Adapted, 3, None),
         ("edits", _Adapted, 3, 5),
         ("edits", _Adapted, 4, 5),
+        ("edits", _Adapted, 4 + 9 * rank, 5),  # only on rank 0
         ("undone", _Undone, 0, 1),
         # Autograd raises, as for the unwrapped model: the forward writes to a saved weight.
         ("undone", _Undone, 3, 2),

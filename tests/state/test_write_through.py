@@ -66,6 +66,19 @@ def test_of_a_model_that_trains(rank: int, world_size: int, way: str) -> None:
 
 
 @on_ranks(2)
+def test_data_of_another_model(rank: int, world_size: int) -> None:
+    """`q.data = p.data`: the second model follows the first, until both are trained."""
+    online, target = (pair(rank, world_size, "full")[0] for _ in range(2))
+    for p, q in zip(online.model.parameters(), target.model.parameters(), strict=True):
+        q.data = p.data
+    online.train(0, 2)
+    assert_identical(target.model, snapshot(online.model))
+    online.train(2, 3), target.train(2, 3)
+    with pytest.raises(RuntimeError, match=r"had changed after .*instead of q\.data = p\.data"):
+        online.train(3, 4), target.train(3, 4)
+
+
+@on_ranks(2)
 def test_written_on_one_rank(rank: int, world_size: int) -> None:
     number = r"The number for parameter '0.weight' of unit .* is 1 on rank 0, nothing on rank 1\."
     for writes in (

@@ -34,13 +34,14 @@ from flatshard.memory import checksum, sample, words_of
 from flatshard.precision import tensors_in
 from flatshard.state.model_state import WatchedCopy, WriteThrough, identity
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.sharded_tensor import local_range
 
 _FEW = 32  # approximate number of words to compare in each tensor
 
 
 def _few_words(tensor: Tensor) -> Tensor:
     """Return some 8-byte words of a tensor, spread over its memory, as a view."""
-    words = words_of(tensor)
+    words = words_of(local_range(tensor))
     return words[:: words.numel() // _FEW + 1]
 
 
@@ -224,9 +225,6 @@ class StateWrites(WriteThrough):
         # Comparisons whose results the host has not read yet. In all of them, the shard has changed
         # since tensor and shard had equal values, so values that the user has written are lost.
         self._unread: list[Callable[[], list[Any]]] = []
-
-    def __deepcopy__(self, memo: object) -> StateWrites:
-        return StateWrites()
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
         super().watch(handle, param, full)

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from flatshard.engine.backward import Backward
@@ -64,6 +65,14 @@ class OutOfForwardUse(ParamOwner):
             # A `ShardSpec` keeps only a weak reference to its owner. Otherwise there would be a
             # cycle through autograd, which the garbage collector could not free.
             spec.owner = self
+
+    def assign(self, tensor: FlatShardTensor, value: Tensor) -> None:
+        if value.is_inference() or not tensor.is_unit_parameter:
+            return super().assign(tensor, value)
+        if isinstance(value, Parameter):  # a weak reference to it would prevent `model.to()`
+            value = value.detach()
+        handle = self._handles[tensor.spec]
+        handle.unit.state_dict.writes.assign(handle, tensor.spec.original, value)
 
     def start_backward(self) -> None:
         self._backward.begin()
