@@ -68,14 +68,6 @@ class ModuleProxy(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the wrapper if the wrapper has it, otherwise on the module."""
         module = self._module_if_set()
-        is_method = hasattr(type(self), name) and not (self._has(name) or hasattr(nn.Module, name))
-        # The model does not call wrappers that pass the registration of hooks to the module.
-        is_uncalled = name == "forward" and "register_forward_hook" in self.__dict__
-        if (is_method and (hasattr(module, name) or not callable(value))) or is_uncalled:
-            raise AttributeError(
-                f"{type(self).__name__}: the model would not use the assigned {name!r}, which is "
-                f"also an attribute of the wrapper. Assign to wrapper.module.{name}."
-            )
         if module is None or self._has(name) or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
