@@ -11,9 +11,11 @@ from torch import nn
 from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.run_state import temporarily
-from flatshard.module.wrappers import state_dicts_in, units_between_steps
+from flatshard.module.wrappers import state_dicts_in, unit_of, units_between_steps, units_in
 from flatshard.state.model_state import StateDictOptions, UnitStateDict
 from flatshard.tensor.shard_spec import first_of_dtensor
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import unit_text
 
 
 class ModelShards:
@@ -89,3 +91,15 @@ def model_shards(model: nn.Module, caller: str) -> ModelShards:
     # ranks never make the call (for example under `if rank == 0:`).
     raise_everywhere(problem, shards.world, op_name=caller)
     return shards
+
+
+def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
+    """Raise RuntimeError if a unit in the wrapper also has modules outside of the wrapper."""
+    inside, own = set(wrapper.modules()), unit_of(wrapper)
+    for unit in units_in(wrapper):
+        if not inside.issuperset(unit.modules):
+            name = own.names[list(own.modules).index(wrapper.module)]
+            raise RuntimeError(
+                f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: it shares a unit "
+                "with its neighbours. Use the outermost wrapper, or wrap with coalesce_bytes=0."
+            )

@@ -95,18 +95,6 @@ def check_not_summoned(units: Iterable[Unit], action: str) -> None:
             )
 
 
-def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
-    """Raise RuntimeError if a unit in the wrapper also has modules outside of the wrapper."""
-    inside, own = set(wrapper.modules()), unit_of(wrapper)
-    for unit in units_in(wrapper):
-        if not inside.issuperset(unit.modules):
-            name = own.names[list(own.modules).index(wrapper.module)]
-            raise RuntimeError(
-                f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: it shares a unit "
-                "with its neighbours. Use the outermost wrapper, or wrap with coalesce_bytes=0."
-            )
-
-
 def units_between_steps(module: nn.Module, caller: str, *, nested: bool = True) -> list[Unit]:
     """Return a model's units. Raises RuntimeError during a step or in ``summon_full_params``."""
     if not isinstance(module, nn.Module):

@@ -22,8 +22,9 @@ from flatshard.engine.gradients import edited
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
+from flatshard.extras.model_shards import check_has_all_modules
 from flatshard.module.run import start_run
-from flatshard.module.wrappers import check_has_all_modules, check_not_summoned, unit_of, units_in
+from flatshard.module.wrappers import check_not_summoned, unit_of, units_in
 from flatshard.precision import CAST_BUFFERS, cast_again, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor

@@ -32,7 +32,8 @@ from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Phase, Unit
-from flatshard.module.wrappers import check_has_all_modules, unit_of, units_in
+from flatshard.extras.model_shards import check_has_all_modules
+from flatshard.module.wrappers import unit_of, units_in
 from flatshard.options.precision import ReduceMode
 from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.units.layout import ALIGNMENT_BYTES, round_up
