@@ -201,19 +201,12 @@ def _only(device_ids: Sequence[Any]) -> Any:
     return device_ids[0]
 
 
-# Fields of FSDP1's MixedPrecision and FSDP2's MixedPrecisionPolicy that have another name in
-# flatshard's MixedPrecision.
-_OTHER_FIELDS = {
-    "_module_classes_to_ignore": "module_classes_to_ignore",
-}
-
-
 def as_mixed_precision(policy: Any) -> MixedPrecision:
     """Convert a precision policy of FSDP1 or FSDP2 into flatshard's ``MixedPrecision``."""
     ours = MixedPrecision.__dataclass_fields__
     fields: dict[str, Any] = {}
     for name, given in vars(policy).items():
-        name = _OTHER_FIELDS.get(name, name)
+        name = name.removeprefix("_")  # FSDP1's field `_module_classes_to_ignore`
         if name in ours:
             fields[name] = given
         elif given is not None and given is not False:
