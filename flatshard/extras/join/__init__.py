@@ -286,12 +286,20 @@ class Join(StepExtension):
 
     def follow(self) -> None:
         """Take the same actions as the ranks with input, until no rank has input."""
+        grads: tuple[str, ...] = ()
+        if self._leads:
+            self._check_unedited()
+            grads = self._look()
         self._is_following, failure = True, None
         while doing := self._exchange(failure):
             try:
                 getattr(self, f"follow_{doing.kind}")(*doing.detail)
             except Exception as error:
                 failure = Doing(_FAILED, (f"{type(error).__name__}: {error}",))
+        if len(self._active) < self._comm.size:
+            # The last rank that had input may have called `zero_grad()` after its last step.
+            name = "join(): what the last rank with input did to its gradients"
+            self._treat(self._comm.host.gather(grads, name)[self._active[-1]])
         if self._buffers is not None:
             self._buffers.source = self._active[-1]
             self._buffers.broadcast("join(): buffers of the last rank that had input")
