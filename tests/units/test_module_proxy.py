@@ -89,9 +89,8 @@ def test_what_is_registered_belongs_to_the_module() -> None:
 
 def test_each_module_is_listed_once() -> None:
     """Also if a wrapper is directly inside a wrapper, or two parents share a wrapper."""
-    inner, outer = ModuleProxy(), ModuleProxy()
-    inner.module = nn.Linear(2, 2)
-    outer.module = inner
+    inner = put_in_place(ModuleProxy(), nn.Linear(2, 2))
+    outer = put_in_place(ModuleProxy(), inner)
     model = nn.ModuleDict({"a": outer, "b": outer, "c": nn.Sequential(nn.ReLU())})
     expected = ["", "a", "c", "c.0"]
     assert [name for name, _ in model.named_modules()] == expected
@@ -99,3 +98,5 @@ def test_each_module_is_listed_once() -> None:
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     assert names == ["", "a", "b", "c", "c.0"]
     assert [*outer.modules()] == [inner.module]
+    with pytest.raises(ValueError, match=r"module = ReLU.* without averaging its gradients"):
+        outer.module = nn.ReLU()
