@@ -125,22 +125,13 @@ def replace_cuda() -> None:
 
 def replace_distributed() -> None:
     start: Any = dist.init_process_group
-    reduce: Any = dist.all_reduce
 
     @functools.wraps(start)
     def init_process_group(_: Any = None, *args: Any, **kwargs: Any) -> None:
         kwargs = {n: one for n, one in kwargs.items() if n not in ("backend", "device_id")}
         start("gloo", *args, **kwargs)
 
-    @functools.wraps(reduce)
-    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-        if op != dist.ReduceOp.AVG:
-            return reduce(tensor, op, *args, **kwargs)
-        reduce(tensor, dist.ReduceOp.SUM, *args, **{**kwargs, "async_op": False})
-        return tensor.div_(dist.get_world_size(kwargs.get("group")))
-
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
-    dist.all_reduce = all_reduce
     wrapper: Any = nn.parallel.DistributedDataParallel
     wrap = wrapper.__init__
 

@@ -15,7 +15,7 @@ from flatshard.units.module_tree import paths, unit_text
 
 def unit_of(wrapper: ModuleProxy) -> Unit:
     # `_orig_mod`: the program may have set `model.module = torch.compile(model.module)`.
-    return getattr(wrapper.module, "_orig_mod", wrapper.module).__dict__[UNIT]  # type: ignore[no-any-return]
+    return wrapper.module.__dict__.get(UNIT) or wrapper.module._orig_mod.__dict__[UNIT]
 
 
 def modules_below(module: nn.Module, ends: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:

@@ -68,7 +68,7 @@ class ModuleProxy(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the wrapper if the wrapper has it, otherwise on the module."""
         module = self._module_if_set()
-        if name == "module" and not is_sharded(getattr(value, "_orig_mod", value)):
+        if name == "module" and not hasattr(value, "_orig_mod") and not is_sharded(value):
             raise ValueError(
                 f"model.module = {type(value).__name__}(...) would train the new module without "
                 "averaging its gradients over ranks. Wrap the new module in a new ShardedWrapper."
