@@ -390,7 +390,7 @@ def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
     check_frozen(wrappers.other_roots(module))
-    if wrappers.UNIT in module.__dict__:
+    if module in wrappers.unit_modules(module, nested=False):
         raise ValueError(
             "ShardedWrapper: the module is sharded already. Keep its ShardedWrapper, or call "
             "flatshard.sharded_modules(module)[0], which returns a wrapper of the module."
