@@ -30,7 +30,7 @@ from flatshard.checkpoint.training import Training
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
-from tests.oracle import OPTIMIZERS, snapshot, trainable
+from tests.oracle import OPTIMIZERS, snapshot, step_and_zero, trainable
 from tests.state.everything import CASE, StateDict, train
 from tests.ways import Keywords
 
@@ -146,15 +146,11 @@ def _stepped(model: nn.Module, seed: int) -> torch.optim.Optimizer:
     torch.manual_seed(seed)
     for param in model.parameters():
         param.grad = torch.zeros_like(param).uniform_()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     return optimizer
 
 
-PAIRS = [(1, 2), (2, 3), (4, 2)]
-
-
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 3), (4, 2)])
 def test_any_ranks_bit_by_bit(saved: int, loaded: int, tmp_path: Path) -> None:
     expected = run_ranks(_save_wide, saved, tmp_path)[0]
     for model, optimizer in run_ranks(_load_wide, loaded, tmp_path):

@@ -21,7 +21,7 @@ from flatshard.checkpoint import dcp_files, folder, saving, training
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.model_shards import ModelShards
 from flatshard.extras.whole_tensors import WholeTensorAdapter
-from tests.harness import full_disk, on_ranks, run_ranks
+from tests.harness import assert_raises, full_disk, on_ranks, run_ranks
 from tests.oracle import snapshot
 from tests.scripts import run_script
 
@@ -57,16 +57,12 @@ def test_what_does_not_fit_is_listed(rank: int, world_size: int, tmp_path: Path)
     with pytest.raises(ValueError, match=r"'model.1.weight': expected nothing, got shape \(60, 50"):
         checkpoint.load(tmp_path / "one", smaller)
     checkpoint.save(tmp_path / "two", saved)
+    optimizer = torch.optim.SGD(saved.parameters())
     with pytest.raises(ValueError, match="'the optimizer': missing in the checkpoint"):
-        checkpoint.load(tmp_path / "two", saved, torch.optim.SGD(saved.parameters()))
-
-
-def test_saved_without_a_scheduler(tmp_path: Path) -> None:
-    model = _saved(tmp_path / "one")
-    optimizer = torch.optim.SGD(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="one was saved without a scheduler"):
-        checkpoint.load(tmp_path / "one", model, scheduler=scheduler)
+        checkpoint.load(tmp_path / "two", saved, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="two was saved without a scheduler"):
+        checkpoint.load(tmp_path / "two", saved, scheduler=schedule)
 
 
 @on_ranks(2)
@@ -87,10 +83,8 @@ def test_one_rank_inside_a_step(rank: int, world_size: int, tmp_path: Path) -> N
     match = r"was called while a forward or backward of the root unit is running\..* \(rank 1\)"
 
     def calls(*_: Any) -> None:
-        with pytest.raises(RuntimeError, match=rf"save\(\) {match}"):
-            checkpoint.save(tmp_path / "one", model)
-        with pytest.raises(RuntimeError, match=rf"load\(\) {match}"):
-            checkpoint.load(tmp_path / "one", model)
+        assert_raises(RuntimeError, rf"save\(\) {match}", checkpoint.save, tmp_path / "one", model)
+        assert_raises(RuntimeError, rf"load\(\) {match}", checkpoint.load, tmp_path / "one", model)
         with pytest.raises(RuntimeError, match=rf"full_state_dict\(\) {match}"):
             checkpoint.full_state_dict(model)
 
@@ -112,8 +106,7 @@ def test_no_checkpoint_yet(rank: int, world_size: int, tmp_path: Path) -> None:
         checkpoint.load(checkpoint.latest(tmp_path), model)  # type: ignore[arg-type]
     checkpoint.save(tmp_path / "step-1", model)
     last = checkpoint.latest(tmp_path / "elsewhere" if rank == 1 else tmp_path)
-    with pytest.raises(FileNotFoundError, match=expected.format(1)):
-        checkpoint.load(last, model)  # type: ignore[arg-type]
+    assert_raises(FileNotFoundError, expected.format(1), checkpoint.load, last, model)
 
 
 @on_ranks(2)
@@ -172,8 +165,7 @@ def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("other", ValueError, "expected a flatshard.json, got files of safetensors"),
         ("empty", ValueError, "got files of an unknown format"),
     ):
-        with pytest.raises(error, match=said):
-            checkpoint.load(tmp_path / name, model)
+        assert_raises(error, said, checkpoint.load, tmp_path / name, model)
     marker = tmp_path / "step-1" / "flatshard.json"
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": "other/9"}))
     with pytest.raises(ValueError, match=r"expected format 'flatshard.checkpoint/1', got 'o"):
@@ -272,26 +264,22 @@ def test_clocks_that_differ(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_ranks_pass_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
     model = ShardedWrapper(_model())
-    expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass equal"
-    with pytest.raises(ValueError, match=expected):
-        checkpoint.save(tmp_path / "one", model, extra={"loss": rank})
+
+    def fails(error: type[Exception], message: str, *given: Any, **extra: Any) -> None:
+        assert_raises(error, message, checkpoint.save, tmp_path / "one", *given, extra=extra)
+
+    fails(ValueError, r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass equal", model, loss=rank)
     large = torch.zeros(2000).index_fill_(0, torch.tensor(1000), rank)
-    with pytest.raises(ValueError, match=r"extra\['large'\] is 'a tensor \(2000,\)"):
-        checkpoint.save(tmp_path / "one", model, extra={"large": large})
+    fails(ValueError, r"extra\['large'\] is 'a tensor \(2000,\)", model, large=large)
     # Equal values in tensors that differ otherwise (on GPUs, each rank has its own device).
     loss = torch.ones(2, requires_grad=rank == 0)
     checkpoint.save(tmp_path / "other" / "zero", model, extra={"loss": loss})
-    expected = r"got a list\. .* once for each model, with its own folder"
-    with pytest.raises(TypeError, match=expected):
-        checkpoint.save(tmp_path / "one", [model, model])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got <generator"):
-        checkpoint.save(tmp_path / "one", model, model.parameters())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got \[\]\. For several optimizers over one"):
-        checkpoint.save(tmp_path / "one", model, [[]])  # type: ignore[list-item]
+    fails(TypeError, r"got a list\. .* once for each model, with its own folder", [model, model])
+    fails(TypeError, "expected a torch.optim.Optimizer, got <generator", model, model.parameters())
+    fails(TypeError, r"got \[\]\. For several optimizers over one", model, [[]])
     with pytest.raises(ValueError, match=r"the path is .*one0.* on rank 0, .*one1"):
         checkpoint.save(tmp_path / f"one{rank}", model)
-    with pytest.raises(TypeError, match=r"rank 1: extra\['x'\] holds <"):
-        checkpoint.save(tmp_path / "one", model, extra={"x": Evil() if rank else None})
+    fails(TypeError, r"rank 1: extra\['x'\] holds <", model, x=Evil() if rank else None)
     assert checkpoint.latest(tmp_path) is None
 
 
@@ -432,8 +420,7 @@ def test_a_group_that_is_destroyed_early(rank: int, world_size: int, tmp_path: P
     saving.Save._write_files = late  # type: ignore[method-assign]
     save = checkpoint.save(tmp_path / "one", ShardedWrapper(_model()), async_=True)
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"group was destroyed before .* Call wait\(\) on the"):
-        save.wait()
+    assert_raises(RuntimeError, r"group was destroyed before .* Call wait\(\) on the", save.wait)
     assert checkpoint.latest(tmp_path) is None
 
 

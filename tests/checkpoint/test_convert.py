@@ -1,5 +1,6 @@
 """`flatshard convert` and `inspect`, on files as several libraries write them."""
 
+import functools
 import pickle
 import tomllib
 import weakref
@@ -20,7 +21,7 @@ from flatshard.checkpoint import convert
 from flatshard.checkpoint import sources as convert_module
 from flatshard.checkpoint.command_line import explain, main
 from flatshard.checkpoint.sources import Source, open_source
-from tests.harness import ROOT, allow_warnings, full_disk, run_ranks
+from tests.harness import ROOT, allow_warnings, assert_raises, full_disk, run_ranks
 from tests.models import CASES, Odd
 from tests.oracle import snapshot
 
@@ -33,11 +34,8 @@ def _model(seed: int = 3) -> nn.Module:
     return model
 
 
-def _assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(actual) == set(expected)
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        assert torch.equal(actual[name], value), name
+# The same bits, in any order of the names.
+_assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def _check(source: Path, folder: Path, expected: dict[str, Tensor], **options: Any) -> None:
@@ -97,8 +95,7 @@ def test_views_of_one_memory_are_not_ties(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["flatshard", "fsdp2"])
 def test_dcp_folders(tmp_path: Path, kind: str) -> None:
     run_ranks(_save_dcp, 2, tmp_path / kind, kind)
-    source = open_source(tmp_path / kind)
-    assert source.facts == {"step": 7}
+    assert open_source(tmp_path / kind).facts == {"step": 7}
     _check(tmp_path / kind, tmp_path, snapshot(_model()), key="app.model")
 
 
@@ -121,8 +118,7 @@ def test_own_checkpoints(tmp_path: Path) -> None:
     assert source.kind.startswith("flatshard.checkpoint")
     _check(tmp_path / "own", tmp_path, snapshot(_model()), key="model")
     (tmp_path / "own").rename(tmp_path / "own.incomplete")
-    with pytest.raises(ValueError, match="incomplete"):
-        open_source(tmp_path / "own.incomplete")
+    assert_raises(ValueError, "incomplete", open_source, tmp_path / "own.incomplete")
 
 
 def _save_own(rank: int, world_size: int, folder: Path) -> None:
@@ -254,8 +250,7 @@ def test_incomplete_dcp_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"distcp is incomplete: expected \d+ bytes"):
         open_source(tmp_path / "a")
     file.unlink()
-    with pytest.raises(FileNotFoundError, match="distcp is missing"):
-        open_source(tmp_path / "a")
+    assert_raises(FileNotFoundError, "distcp is missing", open_source, tmp_path / "a")
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])

@@ -17,8 +17,9 @@ from flatshard.comm.transports import Gather
 from flatshard.module.wrappers import handles_in
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import on_ranks, run_ranks
+from tests.harness import assert_raises, on_ranks
 from tests.models import Composed
+from tests.oracle import assert_same_gradients
 
 pytestmark = pytest.mark.uncoalesced  # counts and names collectives and units one by one
 
@@ -107,9 +108,7 @@ def test_backward_of_a_lookup_gathers_nothing(rank: int, world_size: int) -> Non
                 assert seen[name] == calls + (name in regathered), (how, mode, name)
             for _ in range(3):
                 plain(tokens, how).square().sum().backward()
-            expected = dict(plain.named_parameters())
-            for name, parameter in model.named_parameters():
-                torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
+            assert_same_gradients(model, plain, 1.3e-6, 1e-5)
 
 
 @on_ranks(2)
@@ -152,12 +151,8 @@ def _live_bytes(model: nn.Module) -> int:
     return sum(handle.buffer.untyped_storage().nbytes() for handle in handles)
 
 
-def test_transports_that_cannot_be_had() -> None:
-    run_ranks(_no_such_transport, 2)
-    run_ranks(_other_backend, 1, init_group=False)
-
-
-def _no_such_transport(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_transports_that_cannot_be_had(rank: int, world_size: int) -> None:
     for dtype in ("bfloat16", torch.float16, torch.int8):
         kind = TypeError if dtype == "bfloat16" else ValueError
         with pytest.raises(kind, match=r"wire_dtype: expected torch\.bfloat16 or None"):
@@ -172,7 +167,8 @@ def _no_such_transport(rank: int, world_size: int) -> None:
     assert _wrapped("NO_SHARD").unit_report().count("  gloo  ") == 4
 
 
-def _other_backend(rank: int, world_size: int) -> None:
+@on_ranks(1, init_group=False)
+def test_groups_of_other_backends(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -208,8 +204,7 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
     with mock.patch.object(dist, "new_group", side_effect=note):
         world.bound_device_id = cuda
         for ranks in ([0, 2], [0, 1, 2, 3]):
-            with pytest.raises(AssertionError, match="is a member"):
-                new_group(world, ranks)
+            assert_raises(AssertionError, "is a member", new_group, world, ranks)
     assert (seen, world.bound_device_id) == ([None, cuda], cuda)
     world.bound_device_id = None
 

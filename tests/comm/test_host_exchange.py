@@ -19,7 +19,7 @@ from flatshard.comm.consistency import raise_everywhere
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.tensor import operators
 from flatshard.tensor.shard_spec import NeedsFullTensor
-from tests.harness import on_ranks, run_ranks
+from tests.harness import assert_raises, on_ranks
 
 
 def _wrapped(collectives: str = "auto") -> ShardedWrapper:
@@ -91,16 +91,12 @@ def test_on_a_stream_different_reductions_give_nan(rank: int, world_size: int) -
         with contextlib.suppress(CollectiveError):
             model.clip_grad_norm_(math.inf)
     error = r"backward.*The first difference: rank 0.*norm of order 2 of parameter '0.bias'"
-    with pytest.raises(RuntimeError, match=error):
-        model(torch.ones(4, 8)).sum().backward()
+    assert_raises(RuntimeError, error, model(torch.ones(4, 8)).sum().backward)
 
 
-def test_norms_of_the_same_tensors_have_the_same_name() -> None:
+@on_ranks(2)
+def test_norms_of_the_same_tensors_have_the_same_name(rank: int, world_size: int) -> None:
     """Ours and torch's clipping compute the same norms, and may meet."""
-    assert run_ranks(_both_clippings, 2) == [True, True]
-
-
-def _both_clippings(rank: int, world_size: int) -> bool:
     model = _wrapped()
     model(torch.ones(4, 8)).sum().backward()
     clip = model.clip_grad_norm_
@@ -108,7 +104,7 @@ def _both_clippings(rank: int, world_size: int) -> bool:
         clip = lambda most: nn.utils.clip_grad_norm_(model.parameters(), most, foreach=True)  # noqa: E731
     with mock.patch.object(operators, "joined_norms", wraps=operators.joined_norms) as named:
         clip(1.0)
-    return named.called
+    assert named.called
 
 
 # ---------------------------------------------------------------- errors of one rank
@@ -126,8 +122,8 @@ def test_errors_that_take_other_arguments(rank: int, world_size: int) -> None:
         ("Local: of a function", Local("of a function")),
         ("sharded", NeedsFullTensor("sharded")),
     ):
-        with pytest.raises(Exception, match=f"{text}.*rank 1"):
-            raise_everywhere(error if rank == 1 else None, param.spec.comm)
+        told = error if rank == 1 else None
+        assert_raises(Exception, f"{text}.*rank 1", raise_everywhere, told, param.spec.comm)
 
 
 @on_ranks(4)

@@ -3,13 +3,12 @@
 import os
 from unittest import mock
 
-import pytest
 import torch
 
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.work import History
 from tests.by_order import DIFFERENT, EQUAL, step, wrapped
-from tests.harness import on_ranks
+from tests.harness import assert_raises, on_ranks
 
 
 @on_ranks(2)
@@ -35,27 +34,19 @@ def test_before_the_optimizer_can_step(rank: int, world_size: int) -> None:
             model = wrapped(*EQUAL)
             if rank == 1 or order == [rank]:
                 model.module.order = order
-            with pytest.raises(
-                RuntimeError, match=r"The first difference: .*'layers\.\d'.*'layers\.\d'"
-            ):
-                step(model)
+            expected = r"The first difference: .*'layers\.\d'.*'layers\.\d'"
+            assert_raises(RuntimeError, expected, step, model)
         model = wrapped(*EQUAL)
         model.module.layers[1].requires_grad_(rank == 0)
-        with pytest.raises(RuntimeError, match="reduce the gradients of different parameters"):
-            step(model)
+        assert_raises(RuntimeError, "reduce the gradients of different parameters", step, model)
 
 
 @on_ranks(4, fresh=True, group_timeout=120)
 def test_within_a_node(rank: int, world_size: int) -> None:
     """Each group of a hybrid strategy has an order of its own, and a rank is in one of them."""
-    with (
-        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
-        mock.patch.object(HostExchange, "announce"),
-    ):
-        model = wrapped(*EQUAL, strategy="HYBRID_SHARD")
-    model.module.order = [0, 2, 1] if rank == 3 else [0, 1, 2]
-    with (
-        mock.patch.object(HostExchange, "announce"),
-        pytest.raises(RuntimeError, match=r"rank 2 began \[.*'layers.\d'.*; rank 3 began"),
-    ):
-        step(model)
+    with mock.patch.object(HostExchange, "announce"):
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+            model = wrapped(*EQUAL, strategy="HYBRID_SHARD")
+        model.module.order = [0, 2, 1] if rank == 3 else [0, 1, 2]
+        expected = r"rank 2 began \[.*'layers.\d'.*; rank 3 began"
+        assert_raises(RuntimeError, expected, step, model)

@@ -60,14 +60,17 @@ CASES_OF_FAILURE = [
 ]
 
 
+def _messages(function: Callable[..., str], *failure: Any) -> list[str]:
+    """The errors of ranks 0 and 2, between which the bad rank fails."""
+    options = {"group_timeout": GROUP_TIMEOUT, "expendable": [BAD_RANK]}
+    return run_ranks(function, 3, *failure, **options)[::2]
+
+
 @pytest.mark.parametrize("case", CASES_OF_FAILURE)
 @pytest.mark.uncoalesced  # the message names one layer
 def test_in_the_middle_of_a_step(case: tuple[Any, ...]) -> None:
-    messages = run_ranks(
-        _step_with_a_bad_rank, 3, *case, group_timeout=GROUP_TIMEOUT, expendable=[BAD_RANK]
-    )
-    for rank in (0, 2):
-        assert re.search(NAMED, messages[rank]), messages[rank]
+    for message in _messages(_step_with_a_bad_rank, *case):
+        assert re.search(NAMED, message), message
 
 
 def _step_with_a_bad_rank(rank: int, world_size: int, *failure: Any) -> str:
@@ -93,11 +96,8 @@ def _step_with_a_bad_rank(rank: int, world_size: int, *failure: Any) -> str:
 
 @pytest.mark.parametrize("fail", FAILURES)
 def test_before_construction(fail: Callable[[], None]) -> None:
-    messages = run_ranks(
-        _construct_with_a_bad_rank, 3, fail, group_timeout=GROUP_TIMEOUT, expendable=[BAD_RANK]
-    )
-    for rank in (0, 2):
-        assert re.search("ShardedWrapper|comparing models", messages[rank]), messages[rank]
+    for message in _messages(_construct_with_a_bad_rank, fail):
+        assert re.search("ShardedWrapper|comparing models", message), message
 
 
 def _construct_with_a_bad_rank(rank: int, world_size: int, fail: Callable[[], None]) -> str:

@@ -16,9 +16,9 @@ import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import Composed, Residual
-from tests.oracle import assert_identical
+from tests.oracle import assert_identical, step_and_zero
 
 pytestmark = pytest.mark.uncoalesced
 
@@ -104,8 +104,7 @@ def _train(model: nn.Module, rank: int, steps: int) -> None:
             with model.no_sync():
                 model(rows + 1).square().mean().backward()
             model(rows).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             with ShardedWrapper.summon_full_params(model):
                 pass
             model.eval()
@@ -265,11 +264,9 @@ def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> Non
             _train(model, rank, 3)
             _train(twin, rank, 3)
             assert_identical(twin, model)
-            with pytest.raises(Exception, match=r"ShardedWrapper|shard"):
-                copy.deepcopy(model.blocks[0])
+            assert_raises(Exception, r"ShardedWrapper|shard", copy.deepcopy, model.blocks[0])
             # An error inside a compiled block leaves the model as one in another block does.
-            with pytest.raises(Exception, match="no rows"):
-                model(torch.ones(0, 7))
+            assert_raises(Exception, "no rows", model, torch.ones(0, 7))
             _train(model, rank, 2)
             _train(twin, rank, 2)
             assert_identical(twin, model)

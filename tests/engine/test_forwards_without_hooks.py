@@ -171,17 +171,18 @@ def test_programs_that_change(rank: int, world_size: int, strategy: str) -> None
 
 
 @on_ranks(2)
-def test_weights_that_are_read_after_their_gradients(rank: int, world_size: int) -> None:
+def test_late_reads_and_backwards_that_begin_inside_of_units(rank: int, world_size: int) -> None:
     for last in _ONE_FORWARD:
         with naming(last.__name__):
             _assert_same_numbers(last, _plainly, "reads late")
-
-
-@on_ranks(2)
-def test_programs_that_need_hooks(rank: int, world_size: int) -> None:
-    """Where backward begins inside of units from the first step on, forwards always have hooks."""
+    # From the first step on inside of units: forwards always have hooks.
     for program in (_inner_backward_first, _inner_backward_last):
         _assert_same_numbers(program, program)
+    # From the fourth step on: right if a module keeps the tensor; else autograd raises, as for any
+    # changed tensor.
+    _assert_same_numbers(_inner_backward_first, _plainly, "keeps")
+    with pytest.raises(RuntimeError, match="expected version"):
+        _trained(True, "FULL_SHARD", _inner_backward_first, _plainly)
 
 
 @pytest.mark.parametrize("transport", ["native", "sockets"])
@@ -206,14 +207,6 @@ def test_ranks_that_differ(rank: int, world_size: int, transport: str) -> None:
         loss(module, model, step, rank).backward()
         step_and_zero(*optimizers)
     assert_same(model, plain)
-
-
-@on_ranks(2)
-def test_backward_begins_inside_of_a_unit(rank: int, world_size: int) -> None:
-    """Right if a module keeps the tensor; else autograd raises, as for any changed tensor."""
-    _assert_same_numbers(_inner_backward_first, _plainly, "keeps")
-    with pytest.raises(RuntimeError, match="expected version"):
-        _trained(True, "FULL_SHARD", _inner_backward_first, _plainly)
 
 
 @pytest.mark.parametrize("operation", ["unlike forward", "norm", "penalty", "kept view"])

@@ -80,17 +80,15 @@ class Adapted(nn.Module):
         return self.head(x)
 
 
-class Stack(nn.Module):
+def stack(run: Checkpoint, width: int, order: str) -> nn.Module:
     """Trained (t) and frozen (f) layers below an activation that asks for gradients."""
 
-    def __init__(self, run: Checkpoint, width: int, order: str) -> None:
-        super().__init__()
-        self.first, self.last = frozen(nn.Linear(7, width)), nn.Linear(width, 3)
-        layers = [nn.Linear(width, width).requires_grad_(kind == "t") for kind in order]
-        self.layers, self.run = nn.Sequential(*layers), run
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.last(run(net.layers, net.first(x).requires_grad_()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.run(self.layers, self.first(x).requires_grad_()))
+    first, last = frozen(nn.Linear(7, width)), nn.Linear(width, 3)
+    layers = [nn.Linear(width, width).requires_grad_(kind == "t") for kind in order]
+    return Composed(forward, first=first, layers=nn.Sequential(*layers), last=last)
 
 
 def _models(width: int) -> dict[str, tuple[str, Callable[[], nn.Module]]]:
@@ -100,7 +98,7 @@ def _models(width: int) -> dict[str, tuple[str, Callable[[], nn.Module]]]:
         if (kind, where) != ("reentrant", "not"):  # which computes no gradients
             found[f"{kind}, {where}"] = kind, functools.partial(Adapted, run, width, where)
     for (kind, run), order in itertools.product(KINDS.items(), ("tff", "fft", "ftf")):
-        found[f"{kind}, {order}"] = kind, functools.partial(Stack, run, width, order)
+        found[f"{kind}, {order}"] = kind, functools.partial(stack, run, width, order)
     return found
 
 

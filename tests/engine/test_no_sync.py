@@ -38,8 +38,7 @@ def test_accumulated_gradients_that_the_program_reads(
         local_loss(model, case, step, rank, world_size).backward()
         assert kept.local.isfinite().all()
         assert params[0].grad is kept
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     with model.no_sync():
         local_loss(model, case, 0, rank, world_size).backward()
     params[0].grad.mul_(2.0)

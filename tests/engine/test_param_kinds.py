@@ -14,7 +14,7 @@ from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.models import Case, vectors
-from tests.oracle import Trained, assert_same_state, sgd, snapshot, train, train_steps
+from tests.oracle import Trained, assert_same_state, change_all, sgd, snapshot, train, train_steps
 
 pytestmark = pytest.mark.by_turns
 
@@ -97,9 +97,8 @@ def _train_zoo(rank: int, world_size: int, strategy: str) -> Trained:
 
     # What was loaded is what is saved, from any strides.
     for saved in (state, {name: t.contiguous() for name, t in state.items()}):
-        with ShardedWrapper.summon_full_params(model), torch.no_grad():
-            for param in model.module.parameters():
-                param.zero_()
+        with ShardedWrapper.summon_full_params(model):
+            change_all(model.module, Tensor.zero_)
         model.load_state_dict(saved)
         assert_same_state(snapshot(model), state, rtol=0.0, atol=0.0)
     return Trained(state, losses)

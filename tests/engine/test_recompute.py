@@ -23,7 +23,7 @@ from flatshard import ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
-from tests.models import Case, vectors
+from tests.models import Case, Composed, vectors
 from tests.oracle import STEPS, assert_same, local_loss, sgd, step_and_zero, train_rank_by_rank
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
@@ -128,21 +128,20 @@ class _Late(nn.Linear):
         return F.linear(torch.sin(x), self.weight.detach(), self.bias) + self.weight.sum()
 
 
-class _LateLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(_Late(7, 7) for _ in range(4)), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+def _late_layers() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers:
             x = KINDS["saved"](layer, x)
-        return self.head(x)
+        return net.head(x)
+
+    layers = nn.ModuleList(_Late(7, 7) for _ in range(4))
+    return Composed(forward, layers=layers, head=nn.Linear(7, 3))
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op"])
 @on_ranks(2)
 def test_late_reads_of_a_recomputed_forward(rank: int, world_size: int, way: str) -> None:
-    case = Case("late", _LateLayers, vectors, (_Late,), row_wise=False)
+    case = Case("late", _late_layers, vectors, (_Late,), row_wise=False)
     _check(way, case, _wrap(case, way), GATHERED)
 
 
@@ -194,17 +193,7 @@ def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: st
     # The first forward of a reentrant checkpoint looks like an evaluation.
     everything = {"full": ["", *LAYERS], "grad_op": ["", *LAYERS], "no_shard": []}
     gathered = everything if kind == "reentrant" else GATHERED
-    _check(way, case, model, gathered, _Around(model, KINDS[kind]))
-
-
-class _Around(nn.Module):
-    def __init__(self, model: nn.Module, run: Checkpoint) -> None:
-        super().__init__()
-        self.model = model
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.model, x)
+    _check(way, case, model, gathered, functools.partial(KINDS[kind], model))
 
 
 def _vectors_with_grad(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

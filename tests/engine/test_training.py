@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper
 from flatshard.engine import reduce_queue
 from tests.comm_hooks import Averaging
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.idioms.side import Side
 from tests.idioms.together import Headed, Net
 from tests.mapping import mapping
@@ -92,8 +92,7 @@ def test_a_trained_unit_in_two_outermost_wrappers(rank: int, world_size: int, wa
     encoder = side.wrap(Net())
     encoder(side.draw(0, ROWS, 7)).sum().backward()  # has been trained as a model of its own
     actor = side.wrap_whole(Headed(encoder))
-    with pytest.raises(ValueError, match=f"{two}.*{remedy}"):
-        side.wrap_whole(Headed(encoder))
+    assert_raises(ValueError, f"{two}.*{remedy}", side.wrap_whole, Headed(encoder))
     # The error about a policy must not recommend two wrappers.
     with pytest.raises(ValueError, match=f"{two}.*{remedy}"):
         ShardedWrapper(Headed(encoder), auto_wrap_policy="auto")
@@ -104,8 +103,7 @@ def test_a_trained_unit_in_two_outermost_wrappers(rank: int, world_size: int, wa
         side.loss(model, 0).backward()
     encoder.requires_grad_(True)
     for model in (actor, critic, encoder):
-        with pytest.raises(ValueError, match=f"Headed.*{remedy}"):
-            model(side.draw(0, ROWS, 7))
+        assert_raises(ValueError, f"Headed.*{remedy}", model, side.draw(0, ROWS, 7))
     # Without the other wrappers, the encoder belongs to the last one, whichever that is.
     freed = [weakref.ref(actor), weakref.ref(critic)]
     del actor, critic, model
@@ -124,11 +122,9 @@ def test_an_unwrapped_module_in_two_wrappers(rank: int, world_size: int, way: st
     side, encoder = Side(f"flatshard {way}"), Net()
     first = side.wrap(Headed(encoder), Net)
     expected = "unit 'encoder' is trained, and is also in another .*ModuleList"
-    with pytest.raises(ValueError, match=expected):
-        side.wrap(Headed(encoder))
+    assert_raises(ValueError, expected, side.wrap, Headed(encoder))
     for again in (first, first.module):
-        with pytest.raises(ValueError, match=r"ModuleList|already a ShardedWrapper"):
-            side.wrap(again)
+        assert_raises(ValueError, r"ModuleList|already a ShardedWrapper", side.wrap, again)
     side.loss(first, 0).backward()
 
 
@@ -176,8 +172,7 @@ def test_accumulated_gradients_edited_where_a_rank_has_no_part(rank: int, world_
             sharded.loss(1).backward()
 
     accumulate_and_edit()
-    with pytest.raises(RuntimeError, match=r"unit 'fc3': .* were edited"):
-        sharded.loss(2).backward()
+    assert_raises(RuntimeError, r"unit 'fc3': .* were edited", sharded.loss(2).backward)
     sharded.optimizer.zero_grad()
     with allow_warnings(UserWarning, "a backward failed"):
         sharded.train(2, 3)
@@ -297,8 +292,7 @@ def test_other_parameters_frozen(rank: int, world_size: int, way: str) -> None:
     sharded.train(1, 2)
     sharded.parameter("fc3.bias").requires_grad_(rank == 0)
     bias = r"requires_grad of parameter 'fc3.bias' .* is True on rank 0, False on rank 1"
-    with pytest.raises(RuntimeError, match=bias):
-        sharded.loss(2).backward()
+    assert_raises(RuntimeError, bias, sharded.loss(2).backward)
     # As many parameters on each rank.
     sharded.parameter("fc3.weight").requires_grad_(rank == 1)
     with pytest.raises(RuntimeError, match=r"requires_grad of parameter 'fc3\.\w*' .* on rank 1"):

@@ -631,13 +631,18 @@ def gradients_in_a_list(side: Side) -> Any:
     return [*grads, *norms, model]
 
 
+def _set_to_views(model: nn.Module, flat: Tensor) -> None:
+    """Make the gradients views of one tensor."""
+    params = list(model.parameters())
+    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        param.grad = part.view_as(param)
+
+
 @idiom("gradients as views of one tensor, which the program reads and zeroes")
 def gradients_in_one_tensor(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    params = list(model.parameters())
-    flat = torch.zeros(sum(param.numel() for param in params))
-    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        param.grad = part.view_as(param)
+    flat = torch.zeros(sum(param.numel() for param in model.parameters()))
+    _set_to_views(model, flat)
     for step in range(3):
         flat.zero_()
         side.loss(model, step).backward()
@@ -648,17 +653,12 @@ def gradients_in_one_tensor(side: Side) -> Any:
 
 @idiom("gradients set to views of a tensor that is gone, and zeroed", ways="full no_shard")
 def gradients_set_to_views(side: Side) -> Any:
-    def edit(model: nn.Module) -> None:
-        params = list(model.parameters())
-        flat = torch.linspace(0, 1, sum(param.numel() for param in params))
-        for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
-            param.grad = part.view_as(param)
-
     model, optimizer = side.begin(Mlp())
+    numel = sum(param.numel() for param in model.parameters())
     for step in range(3):
         optimizer.zero_grad(set_to_none=False)
         side.loss(model, step).backward()
-        edit(model)
+        _set_to_views(model, torch.linspace(0, 1, numel))
         optimizer.step()
     return model
 

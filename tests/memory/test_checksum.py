@@ -1,7 +1,6 @@
 """Checksums tell tensors apart that have equal sums, so no edit and no difference is missed."""
 
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from flatshard import ShardedWrapper
 from flatshard.memory import checksum
-from tests.harness import on_ranks
+from tests.harness import on_ranks, rank_0_warns
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32, torch.uint8])
@@ -41,8 +40,7 @@ def test_nothing_is_missed(rank: int, world_size: int) -> None:
     model.register_buffer("mask", mask if rank == 0 else 1 - mask)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
-    warned = pytest.warns(UserWarning, match="different weights .'mask'.")
-    with warned if rank == 0 else nullcontext():
+    with rank_0_warns(rank, "different weights .'mask'."):
         model = ShardedWrapper(model)
     assert model.mask.tolist() == [0, 1, 1, 0]
     with ShardedWrapper.summon_full_params(model), torch.no_grad():

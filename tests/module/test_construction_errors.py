@@ -17,7 +17,7 @@ import flatshard
 from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.tensor import flat_parameter
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, on_ranks, rank_0_warns
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks, rank_0_warns
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same_state, assert_trains_alike, sgd, train, train_steps
 
@@ -31,8 +31,7 @@ LINEARS = ModuleWrapPolicy({nn.Linear})
 
 @on_ranks(2, init_group=False)
 def test_several_ranks_without_a_process_group(rank: int, world_size: int) -> None:
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        ShardedWrapper(Mlp())
+    assert_raises(RuntimeError, "init_process_group", ShardedWrapper, Mlp())
 
 
 @on_ranks(1, init_group=False)
@@ -127,8 +126,7 @@ def test_ranks_with_different_settings(rank: int, world_size: int) -> None:
     for keyword, values in settings.items():
         expected = rf"setting \d+ is .*{values[0]}.* on rank 0, .* on rank 1"
         expected = "fc1" if keyword == "auto_wrap_policy" else expected
-        with naming(keyword), pytest.raises(ValueError, match=expected):
-            ShardedWrapper(Mlp(), **{keyword: values[rank]})
+        assert_raises(ValueError, expected, ShardedWrapper, Mlp(), **{keyword: values[rank]})
 
 
 @on_ranks(4, group_timeout=5)
@@ -215,8 +213,7 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
         ({"cpu_offload": "yes"}, TypeError, "cpu_offload"),
     ]
     for keywords, error, match in expected:
-        with naming(keywords), pytest.raises(error, match=match):
-            ShardedWrapper(Mlp(), **keywords)
+        assert_raises(error, match, ShardedWrapper, Mlp(), **keywords)
     wrapped = nn.parallel.DistributedDataParallel(Mlp())
     with allow_warnings(message="Lazy modules"):
         lazy = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
@@ -226,8 +223,7 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
         (lazy, ValueError, r"1\.weight"),
     ]
     for module, error, match in modules:
-        with naming(match), pytest.raises(error, match=match):
-            ShardedWrapper(module)
+        assert_raises(error, match, ShardedWrapper, module)
 
 
 # ---------------------------------------------------------------- warnings that are errors
@@ -240,8 +236,7 @@ def test_a_warning_that_is_an_error_leaves_no_rank_waiting(rank: int, world_size
         warnings.simplefilter("error")
         keywords = {"bucket_cap_mb": 1, "sync_module_states": True}
         if rank == 0:
-            with pytest.raises(UserWarning, match="ShardedWrapper ignores"):
-                ShardedWrapper(Mlp(), **keywords)
+            assert_raises(UserWarning, "ShardedWrapper ignores", ShardedWrapper, Mlp(), **keywords)
         else:
             ShardedWrapper(Mlp(), **keywords)
     dist.barrier()

@@ -23,6 +23,7 @@ from flatshard.comm.transports import Transport
 from flatshard.comm.work import History
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks
+from tests.oracle import step_and_zero
 from tests.ways import BASIC, WAYS
 
 
@@ -49,8 +50,7 @@ def test_nothing_grows(rank: int, world_size: int, collectives: str) -> None:
     def train(model: ShardedWrapper) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
 
     def fail(model: ShardedWrapper) -> None:
         output = model(torch.ones(2, 8))

@@ -16,7 +16,7 @@ from flatshard.tensor import operators
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
@@ -66,16 +66,12 @@ class Pair:
 
     def __init__(self, rank: int, world_size: int, way: str) -> None:
         self.rank, self.world_size = rank, world_size
-        self.plain = Parts()
-        self.wrapped = _wrapped(way)
+        self.plain, self.wrapped = Parts(), _wrapped(way)
+        self.both = self.plain, self.wrapped
         for root in (self.plain, self.wrapped.module):  # as a user may add one that no unit owns
             param = nn.Parameter(torch.ones(3), requires_grad=False)
             root.register_parameter("plain", param)
         self._start = {name: value.clone() for name, value in self.plain.state_dict().items()}
-
-    @property
-    def both(self) -> tuple[nn.Module, nn.Module]:
-        return self.plain, self.wrapped
 
     def backward(self) -> None:
         """From the weights of the beginning; means over the rows are powers of two."""
@@ -84,11 +80,8 @@ class Pair:
             model.load_state_dict(self._start)
             model.zero_grad()
             (model(x) * 0.5).mean().backward()
-            self._plain_param(model).grad = torch.tensor([0.5, -2.0, 1.0])
-
-    @staticmethod
-    def _plain_param(model: nn.Module) -> nn.Parameter:
-        return getattr(model, "module", model).get_parameter("plain")
+            plain_param = getattr(model, "module", model).get_parameter("plain")
+            plain_param.grad = torch.tensor([0.5, -2.0, 1.0])
 
     def set_slope(self, value: float) -> None:
         """Let one element of one gradient, which the last rank holds, be something special."""
@@ -99,9 +92,8 @@ class Pair:
         """Seen by a step of plain SGD."""
         for model in self.both:
             torch.optim.SGD(model.parameters(), lr=1.0).step()
-        expected = self.plain.state_dict()
         actual = self.wrapped.state_dict()
-        for name, value in expected.items():
+        for name, value in self.plain.state_dict().items():
             _assert_close(actual[name], value)
 
 
@@ -218,8 +210,7 @@ def test_not_reduced(rank: int, world_size: int, way: str) -> None:
     # Reduced ones, to which some that are not reduced belong.
     with model.no_sync():
         model(x).sum().backward()
-    with pytest.raises(RuntimeError, match=r"unit 'single', rank 0: .*no_sync"):
-        model.clip_grad_norm_(1.0)
+    assert_raises(RuntimeError, r"unit 'single', rank 0: .*no_sync", model.clip_grad_norm_, 1.0)
 
 
 @on_ranks(2)
@@ -229,8 +220,7 @@ def test_not_reduced_on_one_rank(rank: int, world_size: int) -> None:
     with model.no_sync():
         loss = model(torch.ones(2, dtype=torch.float64)).sum()
         (loss if rank == 1 else loss.detach().requires_grad_()).backward()
-        with pytest.raises(RuntimeError, match=r"the root unit, rank 1: .*no_sync"):
-            model.clip_grad_norm_(1.0)
+        assert_raises(RuntimeError, r"the root unit, rank 1: .*no_sync", model.clip_grad_norm_, 1.0)
 
 
 # ---------------------------------------------------------------- uneven and empty parts

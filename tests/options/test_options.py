@@ -11,6 +11,7 @@ from torch.nn.parallel.distributed import _MixedPrecision as DDPMixedPrecision
 from flatshard import MixedPrecision, ShardingStrategy
 from flatshard.options import as_strategy, resharding
 from flatshard.options.precision import as_mixed_precision
+from tests.harness import assert_raises
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -40,8 +41,7 @@ def test_bad_precision() -> None:
     ):
         with pytest.raises(TypeError, match=f"MixedPrecision: {field} must .*, got"):
             MixedPrecision(**{field: value})
-    with pytest.raises(TypeError, match="expected a MixedPrecision"):
-        as_mixed_precision(BF16)
+    assert_raises(TypeError, "expected a MixedPrecision", as_mixed_precision, BF16)
     with pytest.raises(NotImplementedError, match="param_type='low' is not supported"):
         as_mixed_precision(SimpleNamespace(param_dtype=BF16, param_type="low"))
 

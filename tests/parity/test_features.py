@@ -26,7 +26,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import Residual
-from tests.oracle import sgd
+from tests.oracle import change_all, sgd
 from tests.outcomes import Cell
 from tests.ways import Way
 
@@ -218,9 +218,7 @@ def saved(how: Callable[..., Any], model: nn.Module, optimizer: Any, rank: int) 
     plain(model, optimizer, rank)
     if isinstance(model, ShardedWrapper):
         load = how(model, optimizer)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
+        change_all(model, Tensor.zero_)
         load()
 
 

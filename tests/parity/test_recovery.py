@@ -19,6 +19,7 @@ from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, diagonal
 from tests.harness import naming, on_ranks
+from tests.models import Composed
 from tests.oracle import ROWS
 from tests.side import TOLERANCE
 from tests.ways import BASIC, select
@@ -52,14 +53,12 @@ class _Block(nn.Module):
         return recomputed(self._inner, x, use_reentrant=self.recomputes)
 
 
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = _Block(), _Block()
-        self.scale = nn.Parameter(torch.ones(7))
+def _model() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.second(x + net.first(x)) * net.scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(x + self.first(x)) * self.scale
+    scale = nn.Parameter(torch.ones(7))
+    return Composed(forward, first=_Block(), second=_Block(), scale=scale)
 
 
 class _Sgd(torch.optim.SGD):
@@ -80,7 +79,7 @@ class Program:
         """The sharded model with this rank's rows; with all rows the unwrapped one, if no way."""
         self.rank, self.way, self.folder = rank, way, folder
         torch.manual_seed(0)
-        self.model: Any = _Model().double()
+        self.model: Any = _model().double()
         if way is not None:
             policy = ModuleWrapPolicy({_Block})
             self.model = ShardedWrapper(self.model, **WAYS[way].keywords, auto_wrap_policy=policy)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.wrap import CustomPolicy
-from tests.harness import naming, on_ranks
-from tests.models import CASES, Case, Mlp
+from tests.harness import assert_raises, naming, on_ranks
+from tests.models import CASES, Case, Composed, Mlp
 from tests.oracle import assert_same_state, snapshot
 from tests.side import Run, assert_same_model
 from tests.ways import Keywords
@@ -162,9 +162,7 @@ def test_bad_input(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "3"
     for error, table in ((ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)):
         for message, make in table.items():
-            keywords = make()
-            with naming(message), pytest.raises(error, match=message):
-                _model_with(**keywords)
+            assert_raises(error, message, _model_with, **make())
 
 
 @on_ranks(4)
@@ -184,9 +182,8 @@ def test_groups_that_make_no_grid(rank: int, world_size: int) -> None:
 def test_hybrid_without_nodes(rank: int, world_size: int) -> None:
     del os.environ["LOCAL_WORLD_SIZE"]
     for tasks in ({}, {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "1"}):  # of a job's shell
-        refused = pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE\s+is not set")
-        with mock.patch.dict(os.environ, tasks), refused:
-            _model_with(**HYBRID)
+        with mock.patch.dict(os.environ, tasks):
+            assert_raises(ValueError, r"LOCAL_WORLD_SIZE\s+is not set", _model_with, **HYBRID)
     with mock.patch.dict(os.environ, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="1"):
         _model_with(**HYBRID)
 
@@ -198,27 +195,17 @@ def test_nodes_of_different_sizes(rank: int, world_size: int) -> None:
     for keywords in (REPLICATED, SHARDED):
         _train_and_compare(rank, world_size, partial(_wrapped_with, keywords))
     expected = r"2 ranks per node.* on rank 0, .*1 ranks per node.* on rank 2"
-    with pytest.raises(ValueError, match=expected):
-        _model_with(**HYBRID)
-
-
-class _Impatient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 3)
-        self.wrapper: list[ShardedWrapper] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self.wrapper[0].no_sync():
-            return self.fc(x)
+    assert_raises(ValueError, expected, _model_with, **HYBRID)
 
 
 @on_ranks(2)
 def test_no_sync_inside_forward(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(_Impatient())
-    model.module.wrapper.append(model)
-    with pytest.raises(RuntimeError, match=r"no_sync\(\) was called while a forward"):
-        model(torch.ones(1, 3))
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        with model.no_sync():
+            return net.fc(x)
+
+    model = ShardedWrapper(Composed(forward, fc=nn.Linear(3, 3)))
+    assert_raises(RuntimeError, r"no_sync\(\) was called while a forward", model, torch.ones(1, 3))
     with pytest.raises(ValueError, match="max_bytes of at least 0"), model.no_sync(max_bytes=-1):
         pass
 
@@ -241,5 +228,4 @@ def test_failing_second_stage_names_the_unit(rank: int, world_size: int) -> None
     run.train(0, 1)
     if rank == 3:
         os._exit(1)
-    with pytest.raises(CollectiveError, match=f"rank {rank}: "):
-        run.loss(1).backward()
+    assert_raises(CollectiveError, f"rank {rank}: ", run.train, 1, 2)

@@ -16,7 +16,7 @@ from flatshard import collectives
 from flatshard.module.wrappers import handles_in
 from tests.harness import allow_warnings
 from tests.models import Case, loss_of, vectors
-from tests.oracle import ROWS, assert_same_state, snapshot
+from tests.oracle import ROWS, assert_same_state, snapshot, step_and_zero
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -124,8 +124,7 @@ def trained(
             assert sum(gathered) == bytes_to_gather
         loss.backward()
         assert all(p.grad.dtype == (how.grad_dtype or p.dtype) for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     # A reentrant checkpoint has something to say about evaluation.
     with (
         torch.no_grad(),

@@ -17,7 +17,7 @@ from torch.distributed import fsdp
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.module.wrappers import handles_in
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES, MixedTypes
 from tests.oracle import assert_same_state, snapshot
 from tests.precision import masters
@@ -207,8 +207,7 @@ def test_inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
     ):
         model = ShardedWrapper(Traced(), auto_wrap_policy=units, mixed_precision=policy)
         # torch's own error: a layer is given what it cannot multiply
-        with pytest.raises(RuntimeError, match="dtype"):
-            model(inputs, scale=scale)
+        assert_raises(RuntimeError, "dtype", model, inputs, scale=scale)
         assert model.dtypes[:2] == [expected] * 2
 
 
@@ -283,5 +282,4 @@ def test_what_is_said(rank: int, world_size: int) -> None:
     # Tied: one of the two places is in a module of an ignored class.
     tied = CASES["tied-in-unit"].model(FP32)
     match = r"'embed.weight' and 'head.weight' are tied, but are to be unsharded in param_dtype and"
-    with pytest.raises(ValueError, match=match):
-        wrap(tied, module_classes_to_ignore=(nn.Linear,))
+    assert_raises(ValueError, match, wrap, tied, module_classes_to_ignore=(nn.Linear,))

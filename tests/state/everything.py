@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import Case, images, loss_of
+from tests.oracle import step_and_zero
 
 ROWS = 12
 """Of all ranks together: one, two, three or four of them."""
@@ -55,5 +56,4 @@ def train(
 ) -> None:
     for step in steps:
         loss_of_rows(model, case, step, rank, world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)

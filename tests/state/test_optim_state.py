@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import assert_raises, naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, own_parts, trainable
 from tests.state.everything import CASE, StateDict, loss_of_rows, train
@@ -229,26 +229,26 @@ def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
         state = {**saved["state"], name: {**saved["state"][name], **entries}}
         return {**saved, "state": state}
 
-    with pytest.raises(ValueError, match=r"rank 1: expected an optimizer state.*rank0_only"):
-        load(model, optimizer, saved if rank == 0 else {})
+    def refused(message: str, given: StateDict) -> None:
+        assert_raises(ValueError, message, load, model, optimizer, given)
+
+    refused(r"rank 1: expected an optimizer state.*rank0_only", saved if rank == 0 else {})
     for wrong in (torch.ones(7, 5), torch.ones(35), torch.ones(1), torch.ones(5, 1)):
-        with pytest.raises(ValueError, match=r"'exp_avg' of.*'fc1.weight'.*\(5, 7\).*got"):
-            load(model, optimizer, changed("fc1.weight", exp_avg=wrong))
-    with pytest.raises(ValueError, match=r"rank 1: state 'exp_avg' of parameter 'fc1.bias'"):
-        load(model, optimizer, changed("fc1.bias", exp_avg=torch.ones(5 - rank)))
-    step = torch.tensor(2.0 + rank)
-    with pytest.raises(ValueError, match=r"'step' of 'fc2.bias' is 2.0 on rank 0, 3.0 on rank 1"):
-        load(model, optimizer, changed("fc2.bias", step=step))
+        given = changed("fc1.weight", exp_avg=wrong)
+        refused(r"'exp_avg' of.*'fc1.weight'.*\(5, 7\).*got", given)
+    given = changed("fc1.bias", exp_avg=torch.ones(5 - rank))
+    refused(r"rank 1: state 'exp_avg' of parameter 'fc1.bias'", given)
+    given = changed("fc2.bias", step=torch.tensor(2.0 + rank))
+    refused(r"'step' of 'fc2.bias' is 2.0 on rank 0, 3.0 on rank 1", given)
 
     (group,) = saved["param_groups"]
     for params in (group["params"][1:], [*group["params"], "fc9.weight"]):
-        with pytest.raises(ValueError, match=r"Missing in the state: 'fc1|Unexpected: 'fc9"):
-            load(model, optimizer, {**saved, "param_groups": [{**group, "params": params}]})
+        given = {**saved, "param_groups": [{**group, "params": params}]}
+        refused(r"Missing in the state: 'fc1|Unexpected: 'fc9", given)
     few = torch.optim.AdamW(list(model.parameters())[:2])
     with pytest.raises(ValueError, match=r"6 parameters without names.*has 2"):
         load(model, few, torch.optim.AdamW(case.model().parameters()).state_dict())
-    with pytest.raises(ValueError, match="outermost ShardedWrapper"):
-        save(model.module.fc1, optimizer)
+    assert_raises(ValueError, "outermost ShardedWrapper", save, model.module.fc1, optimizer)
 
     # Nothing was sent before all ranks knew.
     own = copy.deepcopy(own_parts(optimizer))
@@ -260,8 +260,7 @@ def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"rank \d: state 'exp_avg_sq' of parameter 'fc2.bias'"):
         save(model, optimizer, own)
     with ShardedWrapper.summon_full_params(model):
-        with pytest.raises(RuntimeError, match="under summon_full_params"):
-            save(model, optimizer)
+        assert_raises(RuntimeError, "under summon_full_params", save, model, optimizer)
     _assert_alike(save(model, optimizer), saved, 0.0)
     train(model, optimizer, range(2, 3), case, rank, world_size)
 
@@ -314,11 +313,9 @@ def _other_layout(rank: int, world_size: int, states: list[StateDict]) -> None:
     optimizer.load_state_dict(states[0])  # nothing of ours sees this yet
     loss_of_rows(model, case, 0, rank, world_size).backward()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"rank 0 of 2.*rank \d of 3.*optim_state_dict"):
-            optimizer.step()
+        assert_raises(RuntimeError, r"rank 0 of 2.*rank \d of 3.*optim_state_dict", optimizer.step)
     plain = case.model()
     other = OPTIMIZERS["adamw"](plain.parameters())
     other.load_state_dict(states[0])
     loss_of_rows(plain, case, 0, 0, 1).backward()
-    with pytest.raises(RuntimeError, match=r"rank 0 of 2.*not sharded"):
-        other.step()
+    assert_raises(RuntimeError, r"rank 0 of 2.*not sharded", other.step)

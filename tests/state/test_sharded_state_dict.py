@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
-from tests.harness import allow_warnings, naming, on_ranks, run_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks, run_ranks
 from tests.models import Case, images
-from tests.oracle import OPTIMIZERS, snapshot, trainable
+from tests.oracle import OPTIMIZERS, change_all, snapshot, trainable
 from tests.state.everything import Everything, StateDict, train
 from tests.ways import Keywords
 
@@ -159,12 +159,10 @@ def _check_full(model: Any, optimizer: torch.optim.Optimizer, expected: StateDic
     torch.testing.assert_close(full_optim["state"], by_name, rtol=0.0, atol=0.0)
     # Of an unsharded model torch's functions give no copies.
     full_model, full_optim = copy.deepcopy((full_model, full_optim))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-        for value in chain.from_iterable(state.values() for state in optimizer.state.values()):
-            if isinstance(value, Tensor):
-                value.zero_()
+    change_all(model, Tensor.zero_)
+    for value in chain.from_iterable(state.values() for state in optimizer.state.values()):
+        if isinstance(value, Tensor):
+            value.zero_()
     set_state_dict(
         model, optimizer, model_state_dict=full_model, optim_state_dict=full_optim, options=FULL
     )
@@ -178,9 +176,8 @@ def test_fsdp2_reads_and_writes_it(rank: int, world_size: int, tmp_path: Path) -
     def wrapped(seed: int) -> tuple[ShardedWrapper, nn.Module]:
         torch.manual_seed(seed)
         plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-        torch.manual_seed(seed)
-        theirs = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-        return ShardedWrapper(plain), fully_shard(theirs)
+        theirs = fully_shard(copy.deepcopy(plain))
+        return ShardedWrapper(plain), theirs
 
     ours, theirs = wrapped(0)
     other, their_other = wrapped(1)
@@ -194,9 +191,8 @@ def test_fsdp2_reads_and_writes_it(rank: int, world_size: int, tmp_path: Path) -
             for key, value in ours.state_dict().items():
                 assert torch.equal(other.state_dict()[key], value)
                 assert torch.equal(their_state[key].full_tensor(), value)
-            with torch.no_grad():
-                for param in (*other.parameters(), *their_other.parameters()):
-                    param.zero_()
+            for one in (other, their_other):
+                change_all(one, Tensor.zero_)
 
 
 @on_ranks(2)
@@ -222,8 +218,7 @@ def test_saves_while_training_goes_on(rank: int, world_size: int, tmp_path: Path
 def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     model = CASE.wrap(CASE.model())
     hook = model.module.first.register_forward_hook(lambda *_: model.sharded_state_dict())
-    with pytest.raises(RuntimeError, match=r"sharded state dict .* between steps"):
-        model(CASE.batch(0, 2)[0])
+    assert_raises(RuntimeError, r"sharded state dict .* between steps", model, CASE.batch(0, 2)[0])
     hook.remove()
     # An optimizer may keep sharded tensors, as timm's LAMB does.
     momentum = [torch.zeros_like(param) for param in model.parameters()]

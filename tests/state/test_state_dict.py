@@ -10,7 +10,7 @@ from torch.distributed.fsdp.api import StateDictSettings
 
 from flatshard import ShardedWrapper
 from flatshard.state.model_state import without_ddp_prefix
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import assert_identical, local_loss, sgd, snapshot, train_steps
 from tests.ways import WAYS, on_ranks_each_way
@@ -84,8 +84,7 @@ def test_loaded_on_one_rank_alone(rank: int, world_size: int, way: str) -> None:
         model.load_state_dict(expected)
     loss = model(case.batch(0, 2)[0]).sum()
     text = r"numbers of times. .* a state dict of .*unit.* is \d on rank 0, nothing on rank 1"
-    with pytest.raises(RuntimeError, match=text):
-        loss.backward()
+    assert_raises(RuntimeError, text, loss.backward)
     if rank == 1:
         model.load_state_dict(expected)
     model(case.batch(0, 2)[0]).sum().backward()
@@ -164,8 +163,7 @@ def test_settings_of_state_dicts(rank: int, world_size: int) -> None:
     assert optim_state(model, optimizer)["state"]
 
     ShardedWrapper.set_state_dict_type(model.outer, FULL, ON_RANK_0)
-    with pytest.raises(RuntimeError, match="differ"):
-        get(model)
+    assert_raises(RuntimeError, "differ", get, model)
     for wrong in ("FULL", fsdp.StateDictType.LOCAL_STATE_DICT):
         with pytest.raises(NotImplementedError, match=r"SHARDED\w+, got (FULL|LOCAL_)"):
             ShardedWrapper.set_state_dict_type(model, wrong)
@@ -244,12 +242,10 @@ def test_missing_and_unexpected_keys(rank: int, world_size: int, way: str) -> No
 
     expected = plain.load_state_dict(dict(state), strict=False)
     result = model.load_state_dict(dict(state), strict=False)
-    assert result.missing_keys == expected.missing_keys
-    assert result.unexpected_keys == expected.unexpected_keys
+    assert result == expected  # missing and unexpected keys
     assert_identical(model.state_dict(), plain.state_dict())
     for key in ("outer.first.gain", "head.bias", "outer.first.linear.extra", "other"):
-        with pytest.raises(RuntimeError, match=rf'"{key}"'):
-            model.load_state_dict(dict(state))
+        assert_raises(RuntimeError, rf'"{key}"', model.load_state_dict, dict(state))
 
 
 @on_ranks_each_way(2)

@@ -20,7 +20,7 @@ from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES
 from tests.oracle import assert_same, snapshot
 from tests.ways import WAYS
@@ -143,8 +143,7 @@ def test_refused_before_they_communicate(rank: int, world_size: int) -> None:
         for name in ("numpy", "tolist", "share_memory_", "__dlpack__"):
             with pytest.raises(RuntimeError, match=rf"^{start} 'fc2\.weight'.*full_tensor"):
                 getattr(tensor, name)()
-        with pytest.raises(RuntimeError, match=r"apply_\(\) needs the full"):
-            tensor.apply_(abs)
+        assert_raises(RuntimeError, r"apply_\(\) needs the full", tensor.apply_, abs)
     assert_same(model, before, 0.0, 0.0)
 
 
@@ -271,14 +270,13 @@ def test_nested_lists(rank: int, world_size: int) -> None:
         lambda: dist.all_to_all([weight], [other], alone),
     ]
     for number, call in enumerate(calls):
-        with naming(number), pytest.raises(RuntimeError, match=r"'weight'.*FS-COLLECTIVE"):
-            call()
+        with naming(number):
+            assert_raises(RuntimeError, r"'weight'.*FS-COLLECTIVE", call)
     for call in (
         lambda: alone.scatter([other], [[weight]]).wait(),
         lambda: alone.reduce_scatter([other], [[weight]]).wait(),
     ):
-        with pytest.raises(RuntimeError, match=r"asked for its address|data pointer|'weight'"):
-            call()
+        assert_raises(RuntimeError, r"asked for its address|data pointer|'weight'", call)
     assert weight.dtype is torch.float32
     # Views of a copy, which only `__torch_dispatch__` sees there; the write was lost.
     with allow_warnings(UserWarning), torch.no_grad():
@@ -287,8 +285,7 @@ def test_nested_lists(rank: int, world_size: int) -> None:
             lambda: alone.alltoall([weight.data[0]], [other[0]]).wait(),
             lambda: dist.all_to_all([weight.data[0]], [other[0]], alone),
         ):
-            with pytest.raises(RuntimeError, match=r"'weight'.* writes to a view"):
-                call()
+            assert_raises(RuntimeError, r"'weight'.* writes to a view", call)
         assert torch.equal(weight.data[0], before[0])
     assert torch.equal(weight.full_tensor(), before)
 

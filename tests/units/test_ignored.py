@@ -13,7 +13,7 @@ from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks, rank_0_warns
+from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
 from tests.models import Composed, loss_of, vectors
 from tests.oracle import ROWS, assert_same, assert_same_state, sgd, snapshot, step_and_zero
 from tests.ways import WAYS, ranks_of
@@ -255,8 +255,7 @@ def test_refused(rank: int, world_size: int) -> None:
         ({"ignored_states": model.gain}, TypeError, "got a Tensor at position 0"),  # its elements
         ({"ignored_states": ["gain"]}, TypeError, "got a str at position 0"),
     ):
-        with pytest.raises(error, match=says):
-            ShardedWrapper(model, **keywords)
+        assert_raises(error, says, ShardedWrapper, model, **keywords)
     model.local = ShardedWrapper(model.local)
     model.fc2 = ShardedWrapper(nn.Sequential(model.fc2))
     model.extra = nn.Linear(5, 5)
@@ -281,8 +280,7 @@ def test_ranks_that_ignore_different_things(rank: int, world_size: int) -> None:
         model = Model()
         ignored = [model.local] + ([model.get_submodule(odd)] if rank == 1 else [])
         expected = rf"different models.*ignored tensors is .* on rank 0, .*'{odd}'.* on rank 1"
-        with pytest.raises(ValueError, match=expected):
-            ShardedWrapper(model, ignored_modules=ignored)
+        assert_raises(ValueError, expected, ShardedWrapper, model, ignored_modules=ignored)
     model = Model()
     expected = r"ignored tensors is \['shift'\] on rank 0, \['gain'\] on rank 1"
     with pytest.raises(ValueError, match=expected):

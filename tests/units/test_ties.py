@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from tests.combinations import every
-from tests.harness import allow_warnings, naming
+from tests.harness import allow_warnings, assert_raises, naming
 from tests.models import Block, Case, Composed, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run, pair
@@ -159,8 +159,7 @@ def _train_and_load(sharded: Run, plain: Run) -> None:
             assert answers[0] == answers[1]
             _assert_same(sharded.model, plain.model)
             for run in (sharded, plain):
-                with pytest.raises(RuntimeError, match="Missing key"):
-                    run.model.load_state_dict(part)
+                assert_raises(RuntimeError, "Missing key", run.model.load_state_dict, part)
 
 
 def _assert_same(sharded: nn.Module, plain: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from flatshard.units.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from tests.harness import assert_raises
 from tests.units.choosing import find_units
 
 
@@ -331,10 +333,8 @@ def test_wrong_policies(policy: Any, message: str) -> None:
 def test_wrong_min_num_params(bound: Any) -> None:
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=bound)
     message = r"min_num_params: expected an int >= 0, .*, got"
-    with pytest.raises(ValueError, match=message):
-        policy(module=Block(), recurse=True, nonwrapped_numel=0)
-    with pytest.raises(ValueError, match=message):
-        find_units(mlp(), policy)
+    assert_raises(ValueError, message, policy, module=Block(), recurse=True, nonwrapped_numel=0)
+    assert_raises(ValueError, message, find_units, mlp(), policy)
 
 
 @pytest.mark.parametrize(
@@ -349,19 +349,14 @@ def test_wrong_min_num_params(bound: Any) -> None:
     ],
 )
 def test_wrong_classes(classes: Any, message: str) -> None:
-    with pytest.raises(TypeError) as caught:
-        ModuleWrapPolicy(classes)
-    assert str(caught.value).startswith("module_classes: expected")
-    assert message in str(caught.value)
-    with pytest.raises(TypeError, match="force_leaf_modules: expected"):
-        size_based_auto_wrap_policy(Block(), True, 1, 0, force_leaf_modules=classes or 0)
-    with pytest.raises(TypeError, match="exclude_wrap_modules: expected"):
-        size_based_auto_wrap_policy(Block(), False, 1, 0, exclude_wrap_modules=classes or 0)
+    expected = f"^module_classes: (?=expected).*{re.escape(message)}"
+    assert_raises(TypeError, expected, ModuleWrapPolicy, classes)
+    for keyword, recurse in (("force_leaf_modules", True), ("exclude_wrap_modules", False)):
+        policy = functools.partial(size_based_auto_wrap_policy, **{keyword: classes or 0})
+        assert_raises(TypeError, f"{keyword}: expected", policy, Block(), recurse, 1, 0)
 
 
 def test_wrong_custom_policies() -> None:
-    with pytest.raises(TypeError, match="expected a function of one module"):
-        CustomPolicy({Block})
+    assert_raises(TypeError, "expected a function of one module", CustomPolicy, {Block})
     policy = CustomPolicy(lambda module: None)
-    with pytest.raises(ValueError, match=r"got None for module '' \(Sequential\)"):
-        find_units(mlp(), policy)
+    assert_raises(ValueError, r"got None for module '' \(Sequential\)", find_units, mlp(), policy)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard.extras.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL, one_unit_warning
 from flatshard.units.module_tree import Ignored, ModuleTree
 from flatshard.units.policies import ChosenModule
-from tests.models import CASES, Case
+from tests.models import CASES, Case, Composed
 from tests.units.choosing import find_units
 
 
@@ -21,16 +21,11 @@ def _without_memory() -> Iterator[None]:
         yield
 
 
-class Layer(nn.Module):
+class Layer(Composed):
     """What the models below are made of; only parameters matter here."""
 
     def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+        super().__init__(lambda module, x: x, **parts)
 
 
 class Attention(Layer):

@@ -241,7 +241,5 @@ def test_policies_of_torch_and_bad_values() -> None:
     pinned = as_cpu_offload(fsdp.CPUOffloadPolicy(pin_memory=False))
     assert pinned == CPUOffload(offload_params=True, pin_memory=False)
     assert not as_cpu_offload(fsdp.OffloadPolicy()).is_on
-    with pytest.raises(TypeError, match="path must be"):
-        CPUOffload(path=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="offload_optimizer must be"):
-        CPUOffload(offload_optimizer="yes")  # type: ignore[arg-type]
+    assert_raises(TypeError, "path must be", CPUOffload, path=3)
+    assert_raises(TypeError, "offload_optimizer must be", CPUOffload, offload_optimizer="yes")

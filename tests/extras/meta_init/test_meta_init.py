@@ -18,6 +18,7 @@ from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import Watching, assert_raises, naming, on_ranks, rank_0_warns
+from tests.models import Residual
 from tests.oracle import assert_identical, assert_same, sgd, snapshot, step_and_zero
 from tests.ways import BASIC, WAYS, Way
 
@@ -349,14 +350,13 @@ class Rotary(nn.Module):
         return x + self.inv_freq.cos()
 
 
-class Block(nn.Module):
+class Block(Residual):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = Norm(), nn.Linear(4, 4)
-        self.down = nn.Linear(4, 4)
+        super().__init__(4, 4)
+        self.norm = Norm()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return super().forward(self.norm(x))
 
 
 class Pretrained(nn.Module):

@@ -99,5 +99,4 @@ def test_refusals(rank: int, world_size: int) -> None:
     # Ranks must not add a parameter to a gradient of the same name.
     model = ShardedWrapper(nn.Linear(3, 3), process_group=dist.new_group())
     model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(CollectiveError, match="norm of order 2"):
-        model.norms("grad" if rank else "param")
+    assert_raises(CollectiveError, "norm of order 2", model.norms, "grad" if rank else "param")
