@@ -626,6 +626,5 @@ def edited(unit_name: str) -> RuntimeError:
     """Make the error to raise if the user edited accumulated gradients of a unit."""
     return RuntimeError(
         f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
-        "reduced. Edit .grad only after a backward outside of no_sync. (If only another rank's "
-        "forward edited parameters in place, see that rank's error.)"
+        "reduced, or another rank's forward edited parameters in place. Edit .grad after no_sync."
     )

@@ -390,11 +390,6 @@ def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
     check_frozen(wrappers.other_roots(module))
-    if module in wrappers.unit_modules(module, nested=False):
-        raise ValueError(
-            "ShardedWrapper: the module is sharded already. Keep its ShardedWrapper, or call "
-            "flatshard.sharded_modules(module)[0], which returns a wrapper of the module."
-        )
     if policy is not None and (inside := wrappers.named_unit_modules(module)):
         first, name = next(iter(inside.items()))
         where = f"already contains, at {name!r}," if name else "is already"

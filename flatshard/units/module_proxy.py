@@ -69,10 +69,8 @@ class ModuleProxy(nn.Module):
         """Set the attribute on the wrapper if the wrapper has it, otherwise on the module."""
         module = self._module_if_set()
         if name == "module" and not hasattr(value, "_orig_mod") and not is_sharded(value):
-            raise ValueError(
-                f"model.module = {type(value).__name__}(...) would train the new module without "
-                "averaging its gradients over ranks. Wrap the new module in a new ShardedWrapper."
-            )
+            text = "its gradients would not be averaged. Wrap it in a new ShardedWrapper"
+            raise ValueError(f"model.module = {type(value).__name__}(...): {text}.")
         if module is None or self._has(name) or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:

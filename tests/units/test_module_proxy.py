@@ -98,5 +98,5 @@ def test_each_module_is_listed_once() -> None:
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     assert names == ["", "a", "b", "c", "c.0"]
     assert [*outer.modules()] == [inner.module]
-    with pytest.raises(ValueError, match=r"module = ReLU.* without averaging its gradients"):
+    with pytest.raises(ValueError, match=r"module = ReLU.* would not be averaged"):
         outer.module = nn.ReLU()
