@@ -23,6 +23,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -140,10 +141,6 @@ class Gradients:
         return under_way + storage_bytes([self._buffer, self.intra_reduced, reduced, *gradients])
 
     @property
-    def is_reducing(self) -> bool:
-        return self.reduction is not None and not self.reduction.is_finished
-
-    @property
     def accumulated(self) -> set[int]:
         """Indices of parameters whose gradients are not reduced over all ranks yet."""
         reduced = set() if self.intra_reduced is None else self.used_by_rank
@@ -171,8 +168,8 @@ class Gradients:
     def take_all_back(self) -> None:
         """Remove the accumulated gradients that ``show`` put into ``.grad``, before a backward.
 
-        If the user has removed or zeroed a ``.grad``, remove or zero the parameter's accumulated
-        gradient. If the user has changed the ``.grad`` in another way, set ``was_edited``.
+        If the user has removed or zeroed a ``.grad``, drop the parameter's accumulated gradient. If
+        the user has changed the ``.grad`` in another way, set ``was_edited``.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             while self.shown:
@@ -200,7 +197,11 @@ class Gradients:
                 if is_view and not is_replaced:
                     param.grad = None
                 if is_dropped or is_zeroed:
-                    self.forget(original.index, keeps_zeros=is_zeroed)
+                    self.forget(original.index)
+                if is_zeroed and is_view:  # zeros stay if no backward computes this gradient again
+                    zeros = torch.zeros_like(param)
+                    set_grad(param, zeros)
+                    original.published = NoneType if original.is_sharded else weakref.ref(zeros)
             for original in [one for one in self._params if one.sharded in ASSIGNED]:
                 del ASSIGNED[original.sharded]
                 if not isinstance(original.sharded.grad, FlatShardTensor):
@@ -316,14 +317,11 @@ class Gradients:
         total = self.intra_reduced
         self.intra_reduced = part if total is None else total.add_(part)
 
-    def forget(self, index: int, *, keeps_zeros: bool = False) -> None:
-        """Drop the accumulated gradient of a parameter, or with ``keeps_zeros``, set it to zero."""
-        if keeps_zeros:
-            zero([slot for number, slot in self.slots.items() if number == index])
-        else:
-            self.slots.pop(index, None)
-            for marks in (self._separate, self.arrived, self.used_by_rank):
-                marks.discard(index)
+    def forget(self, index: int) -> None:
+        """Drop the accumulated gradient of a parameter."""
+        self.slots.pop(index, None)
+        for marks in (self._separate, self.arrived, self.used_by_rank):
+            marks.discard(index)
         if self.intra_reduced is not None:
             span, first = self._layout.spans[index], self.plan.intra_start
             # `intra_reduced` is a sum over ranks, from which this rank's gradient cannot be

@@ -209,7 +209,8 @@ class SteppedInBackward(StepExtension):
         # the step, nothing may unshard the unit in this backward, because some ranks would send old
         # shards, and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
-            not (handle.grads.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
+            (handle.grads.reduction is None or handle.grads.reduction.is_finished)
+            and not (handle.grads.accumulated or handle.is_free_deferred)
             # A rank may have accumulated a gradient for a parameter that the user froze later.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may still be receiving the shard, which the step would change.
