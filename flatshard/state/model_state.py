@@ -306,7 +306,8 @@ class WriteThrough:
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
         """Start copying values that the user writes into ``full`` to the shard."""
-        # Writes to other tensors in the same memory count, too, even after `full` is freed.
+        # If other tensors share the memory, writes to them also reach the parameter, even after
+        # `full` is freed.
         is_shared = num_uses(local_range(full)) > ALONE
         ref = weakref.ref(full, (lambda _: None) if is_shared else self._died)
         with torch.inference_mode(False):

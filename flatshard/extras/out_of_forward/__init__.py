@@ -260,7 +260,8 @@ def _version(tensor: FlatShardTensor) -> int:
     return 0 if tensor.local.is_inference() else tensor.local._version
 
 
-# Functions of a view's node in the graph. An ordinary tensor in the view's place is another node.
+# Functions that act on a tensor's node in the graph. They get the view itself, because an ordinary
+# tensor in its place would have another node.
 _OF_NODES = Tensor.register_hook, Tensor.retain_grad, get_grad, torch.autograd.grad
 
 

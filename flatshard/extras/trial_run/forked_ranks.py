@@ -60,7 +60,7 @@ DDP: Any = nn.parallel.DistributedDataParallel
 _WRAPS = 'wraps the model ({}): write flatshard.ShardedWrapper(model, auto_wrap_policy="auto")'
 _NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
 _NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
-FEWER_STEPS = " (did it resume from files of an earlier run?)"  # the end of this failure's text
+FEWER_STEPS = " (did it resume from files of an earlier run?)"  # ends the text about too few steps
 _SIZE, _CHUNK = 256, 1 << 16  # number of sums recorded of a tensor; elements added at once
 _NEEDS_ALL = {
     # method of a module: what to write instead of a call on some ranks only
