@@ -130,8 +130,8 @@ class History:
 
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""
-        # Another rank may still wait in a collective of the flat parameter, until it arrives at the
-        # next meeting. All ranks have arrived there once this rank begins the meeting after that.
+        # Until the next meeting, another rank may still wait in a collective of the flat parameter.
+        # When this rank begins the second meeting from now, all ranks have completed the first.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)
