@@ -688,10 +688,11 @@ def named_values(state: State) -> dict[str, Any]:
 
 
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
-    """Return the names of state that is one number per parameter, for parameters of any shape.
+    """Return the names of state that is one number per parameter, also for large parameters.
 
-    Looks only at parameters with several elements: if a parameter has one element, state with one
-    value per element is also one number. ``states``: pairs of a parameter (or its spec) and state.
+    If a parameter has one element, state with one value per element is one number, too. So looks
+    only at parameters with several elements. ``states``: pairs of a parameter (or its spec) and
+    state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

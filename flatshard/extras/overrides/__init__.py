@@ -65,8 +65,8 @@ class ChosenDtypes:
         for pattern, dtype in (precision.overrides or {}).items():
             if any(fnmatchcase(name, pattern) for name in names):
                 self._unmatched.discard(pattern)
-                # Return `Override(None)` if the parameters already have the pattern's dtype: only
-                # parameters with equal overrides can share a flat parameter.
+                # Two parameters can share a flat parameter only if their overrides are equal. So
+                # every parameter that already has its pattern's dtype gets the same `Override`.
                 dtypes = {param.dtype for param in params if param.is_floating_point()}
                 return Override(None if dtypes == {dtype} else dtype)
         return None
