@@ -202,8 +202,7 @@ class Save:
             # as a program with DistributedDataParallel does.
             params = training.plain.named_parameters(remove_duplicate=False)
             alike = {name for name, p in params if is_wrapped(p) or not training.shards.units}
-            entries = model.items()
-            model = {n: v for n, v in entries if isinstance(v, FlatShardTensor) or n in alike}
+            model = {n: v for n, v in model.items() if isinstance(v, FlatShardTensor) or n in alike}
         self.tensors = {"model": model}
         if (state := trainings.joined(states)) is not None:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)

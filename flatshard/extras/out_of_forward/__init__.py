@@ -34,7 +34,7 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.memory import checksum
-from flatshard.precision import get_grad, tensors_in
+from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import (
     UNREDUCED,
@@ -260,9 +260,10 @@ def _version(tensor: FlatShardTensor) -> int:
     return 0 if tensor.local.is_inference() else tensor.local._version
 
 
-# Functions that act on a tensor's node in the graph. They get the view itself, because an ordinary
-# tensor in its place would have another node.
-_OF_NODES = Tensor.register_hook, Tensor.retain_grad, get_grad, torch.autograd.grad
+# Functions that act on a tensor's node in the graph. `__torch_function__` calls them with the view
+# itself, because an ordinary tensor with the view's memory has another node.
+_OF_NODES = [Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, torch.autograd.grad]
+_OF_NODES += [getattr(Tensor, name).__get__ for name in ("grad", "grad_fn", "is_leaf")]
 
 
 class GatheredView(Tensor):

@@ -406,6 +406,12 @@ def test_views_that_require_gradients(rank: int, world: int) -> None:
         (row[1:3] ** 2).sum().backward()
         return row.grad
 
+    def made_a_parameter(weight: Tensor) -> object:
+        new = nn.Linear(D, 2, dtype=torch.float64)
+        new.weight = nn.Parameter(weight[:2])
+        new(torch.ones(D, dtype=torch.float64)).sum().backward()
+        return new.weight.grad
+
     def differentiated(weight: Tensor) -> object:
         row = weight.t()[1:]
         return torch.autograd.grad((row**3).sum(), [row])
@@ -414,12 +420,12 @@ def test_views_that_require_gradients(rank: int, world: int) -> None:
     sharded = _wrap(copy.deepcopy(plain), "full")
     weight: Any = sharded.child.weight
     with _quiet():
-        for use in (hooked, retained, differentiated):
+        for use in (hooked, retained, made_a_parameter, differentiated):
             assert_close(use(weight), use(plain.child.weight), rtol=0, atol=0)
         before = snapshot(sharded)
         row, part, rows = weight[0], weight[0][1:3], weight.unbind()
         with torch.no_grad():
-            for view in (row, part, rows[1]):
+            for view in (row, part, rows[1], nn.Parameter(row)):
                 assert_raises(RuntimeError, "summon_full_params", view.zero_)
         assert_same_state(snapshot(sharded), before, 0.0, 0.0)
         torch.optim.SGD(sharded.parameters(), lr=0.1).step()
