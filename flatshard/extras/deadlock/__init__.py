@@ -59,6 +59,7 @@ class Watchdog(CollectiveWatch):
         self._looking = threading.Lock()
         self._deadlock = Deadlock()
         self._own: OwnWait | None = None  # wait in a collective of the program, at the last `look`
+        self._is_store_lost = False  # whether the store once took too long to answer
         self._gpu_waits = gpu.GpuWaits()
 
     def add_group(self, history: History) -> None:
@@ -68,8 +69,29 @@ class Watchdog(CollectiveWatch):
         detector.default_store()
         tell_of_end()  # from now on, other ranks may wait for this rank
 
+    def ask(self, question: Callable[[], Any]) -> Any:
+        """Return the result of ``question``, which uses the process group's store.
+
+        None: the store has failed, or has not answered within ``_END_SECONDS``.
+        """
+        # Call the function in another thread: if the host of the store cannot be reached any more,
+        # a call of the store may block for hours, and ignores the process group's timeout.
+        answers: list[Any] = []
+
+        def run() -> None:
+            with contextlib.suppress(Exception):
+                answers.append(question())
+
+        thread = threading.Thread(target=run, name="flatshard question", daemon=True)
+        if not self._is_store_lost:
+            thread.start()
+            thread.join(_END_SECONDS)
+            self._is_store_lost = thread.is_alive()
+        return answers[0] if answers else None
+
     def explain(self, wait: watched) -> str | None:
-        reason = detector.explain(self._waits.get(wait) or _blocked(wait))
+        blocked = self._waits.get(wait) or _blocked(wait)
+        reason = self.ask(partial(detector.explain, blocked)) or blocked.verdict
         # Call `take_back_error` last: while `detector.explain` runs, the watchdog may set an error.
         taken_back = gpu.take_back_error()
         return reason or taken_back
@@ -184,12 +206,12 @@ def tell_of_end() -> None:
 
 
 def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, trace: Any) -> None:
-    with contextlib.suppress(Exception):  # the process group's store may be gone
+    with contextlib.suppress(Exception):
         own = program.failed_collective(trace)
         if own is not None and (WATCH._own is None or WATCH._own.verdict is None):
-            detector.log_failure(*own)
+            WATCH.ask(partial(detector.log_failure, *own))
     how = f"{kind.__name__}: {error}"[:_ERROR_LENGTH]
-    _tell(how, threading.get_ident())
+    WATCH.ask(partial(_tell, how, threading.get_ident()))
     # Tell the other ranks once more at exit, because another thread may begin collectives until
     # then.
     atexit.unregister(_tell)
@@ -198,7 +220,8 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
 
 
 def _tell(how: str, thread: int | None = None) -> None:
-    if WATCH._pid != os.getpid():  # a forked process, such as a DataLoader worker, is not a rank
+    # A forked process, such as a DataLoader worker, is not a rank.
+    if WATCH._pid != os.getpid() or WATCH._is_store_lost:
         return
     # If the store is gone, the other ranks fail anyway.
     with contextlib.suppress(Exception):

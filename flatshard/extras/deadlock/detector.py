@@ -279,9 +279,7 @@ class Deadlock:
 def explain(wait: BlockedWait) -> str | None:
     """Return why ``wait`` has failed with an error, or None if unknown."""
     if wait.verdict is None and wait.need is not UNKNOWN and dist.is_initialized():
-        # If the store is gone, the caller raises only the backend's error.
-        with contextlib.suppress(Exception):
-            return _why(wait.need)
+        return _why(wait.need)
     return wait.verdict
 
 
