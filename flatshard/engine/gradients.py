@@ -36,7 +36,7 @@ from flatshard.precision import get_grad, put_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import (
     ASSIGNED,
-    UNREDUCED,
+    UNREDUCED_UNITS,
     FlatShardTensor,
     local_range,
     version_of,
@@ -174,7 +174,7 @@ class Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             while self.shown:
                 original, (shown, version, is_view) = self.shown.popitem()
-                UNREDUCED.pop(shown, None)
+                vars(shown).pop("unreduced_unit", None)
                 param, present = original.sharded, get_grad(original.sharded)
                 is_dropped, is_zeroed = present is None, False
                 is_replaced = present is not shown and not is_dropped
@@ -192,7 +192,7 @@ class Gradients:
                     put_grad(param, None)
                     shown.__dict__ = {}
                 elif is_view and original.is_sharded:
-                    UNREDUCED[shown] = original.spec.unit  # the program may have kept the tensor
+                    vars(shown)["unreduced_unit"] = original.spec.unit  # the program may keep it
                 del shown, present  # lets `FlatShardTensor.grad` reuse the tensor object
                 if is_view and not is_replaced:
                     param.grad = None
@@ -202,7 +202,7 @@ class Gradients:
                     zeros = torch.zeros_like(param)
                     set_grad(param, zeros)
                     original.published = NoneType if original.is_sharded else weakref.ref(zeros)
-            for original in [one for one in self._params if one.sharded in ASSIGNED]:
+            for original in [one for one in self._params if ASSIGNED and one.sharded in ASSIGNED]:
                 del ASSIGNED[original.sharded]
                 if not isinstance(original.sharded.grad, FlatShardTensor):
                     self._take_assigned(original)
@@ -240,15 +240,21 @@ class Gradients:
         """
         pending, self.pending = self.pending, {}
         indices = pending.keys()
+        held = [self.slots[index] for index in indices if index in self.slots]
+        can_add = len(held) == len(indices) and {s.dtype for s in held} == {self.dtypes.accum_dtype}
         # The usual case: autograd has given each gradient the strides of its parameter.
         if (
-            self.slots.keys().isdisjoint(indices)
-            and not (self._is_single or torch.is_grad_enabled())
+            not (self._is_single or torch.is_grad_enabled())
             and {*map(_LAYOUT, pending.values())} == {torch.strided}
+            and (not held or can_add)
         ):
+            self.arrived.update(indices)
+            self.used_by_rank.update(indices)
+            if held:
+                torch._foreach_add_(held, [*pending.values()])
+                return
             self.slots.update(pending)
-            for marks in (self._separate, self.arrived, self.used_by_rank):
-                marks.update(indices)
+            self._separate.update(indices)
             # If later backwards add to a gradient, do not round it to a narrower reduce dtype yet.
             if not more_to_come or self.dtypes.accum_dtype is self.dtypes.reduce_dtype:
                 for index in self.large.intersection(indices):
@@ -443,7 +449,8 @@ class Gradients:
                 # Mark the tensor in `.grad`, so that an optimizer step raises. Also mark a reduced
                 # gradient of an earlier backward: a step with this gradient would leave out the
                 # accumulated gradients.
-                UNREDUCED[grad] = original.spec.unit
+                grad.unreduced_unit = original.spec.unit
+                UNREDUCED_UNITS.add(original.spec.unit)
                 self.shown[original] = grad, version_of(grad), is_view
 
     def is_shown(self) -> bool:

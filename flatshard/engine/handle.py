@@ -405,20 +405,16 @@ class FlatParamHandle:
                 shown[i] if split is None else split.as_dtensor(shown[i]) for i, split in splits
             ]
         self.installed = shown
-        for module, attribute, param in self.places:
-            module._parameters[attribute] = shown[param.index]
-        if self._rnns:
-            self._rebuild_rnns()
+        self._install(shown)
 
     def put_back(self) -> None:
         """Put the sharded parameters into the modules, in place of the unsharded parameters."""
-        for module, attribute, param in self.places:
-            module._parameters[attribute] = param.sharded
+        self._install(self.sharded)
         self.installed = None
-        if self._rnns:
-            self._rebuild_rnns()
 
-    def _rebuild_rnns(self) -> None:
+    def _install(self, params: Sequence[Any]) -> None:
+        for module, attribute, param in self.places:
+            module._parameters[attribute] = params[param.index]
         for module in self._rnns:
             names = module._flat_weights_names
             module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]

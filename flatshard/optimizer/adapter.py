@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from flatshard.options.extras import extra
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_grad
+from flatshard.tensor.sharded_tensor import FlatShardTensor, is_unreduced, local_grad
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -228,7 +228,7 @@ class OptimizerAdapter:
         """Whether a step with a closure needs the closure's loss before the step. Collective."""
         # If no gradient is reduced yet, `step()` raises unless the closure first runs a backward.
         grads = [param.grad for param in all_params(optimizer) if param.grad is not None]
-        return bool(grads) and all(grad in UNREDUCED for grad in grads)
+        return bool(grads) and all(map(is_unreduced, grads))
 
     def pause(self, optimizer: Optimizer) -> None:
         """Put the sharded parameters back into the optimizer, before a call of the closure."""

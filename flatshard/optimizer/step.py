@@ -24,7 +24,7 @@ from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.precision import Args, Kwargs, check_dtype, get_dtype, get_grad
 from flatshard.tensor import operators, sharded_tensor
 from flatshard.tensor.flat_parameter import is_wrapped
-from flatshard.tensor.sharded_tensor import UNREDUCED, untraced
+from flatshard.tensor.sharded_tensor import UNREDUCED_UNITS, is_unreduced, untraced
 from flatshard.units.module_tree import unit_text
 
 
@@ -150,20 +150,17 @@ def _check_params(optimizer: Optimizer) -> None:
     """Raise if gradients are not reduced yet, or if the optimizer cannot use the gradients."""
     if sharded_tensor.ASSIGNED:
         _check_assigned(optimizer)
-    unreduced = bool(UNREDUCED)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             if STAMP in group or not optimizer.defaults.keys() <= group.keys():
                 check_state(optimizer)
             for param in group["params"]:
-                grad = get_grad(param)
-                if grad is None:
+                if (grad := get_grad(param)) is None:
                     continue
                 if get_dtype(grad) is not get_dtype(param):
                     check_dtype(optimizer, group, param)
-                # UNREDUCED contains all gradients in `.grad` that are not reduced over all ranks.
-                if unreduced and grad in UNREDUCED:
-                    where = unit_text(UNREDUCED[grad])
+                if UNREDUCED_UNITS and is_unreduced(grad):
+                    where = unit_text(vars(grad)["unreduced_unit"])
                     raise RuntimeError(sharded_tensor.not_reduced(where, "step()"))
 
 

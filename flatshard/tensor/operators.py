@@ -360,7 +360,7 @@ def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
 
 def own_part(tensor: FlatShardTensor) -> Tensor:
     """Return this rank's elements of a sharded tensor. Raises for an unreduced gradient."""
-    if (unit := sharded_tensor.UNREDUCED.get(tensor)) is not None:
+    if (unit := tensor.unreduced_unit) is not None:
         where = f"{unit_text(unit)}, {tensor.spec.name!r}, rank {tensor.spec.comm.rank}"
         raise RuntimeError(sharded_tensor.not_reduced(where, "a norm or sum"))
     return tensor.local

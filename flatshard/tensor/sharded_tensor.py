@@ -69,9 +69,9 @@ _DTYPE: Any = Tensor.dtype
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 GRADIENT = "gradient of"  # value of `FlatShardTensor.shard_role` for a parameter's gradient
 
-# Gradients in ``.grad`` that are not reduced yet (under no_sync), and sharded tensors computed from
-# these gradients. Values: unit names, for errors. Norms and optimizer steps of these tensors raise.
-UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+# Names of the units of which ``.grad`` has ever contained unreduced gradients. While this is empty,
+# there is no need to look for unreduced tensors.
+UNREDUCED_UNITS: set[str] = set()
 # Sharded parameters whose ``.grad`` the program has set to a full tensor since the last backward.
 ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 # Modules in which torch defines collectives. A collective is recognised by its module, because its
@@ -295,6 +295,10 @@ class FlatShardTensor(torch.Tensor):
     # With tensor parallelism: whether ``shape`` is the whole DTensor's shape (`StateShard`).
     shows_unsplit = False
 
+    # The unit's name, for a gradient in ``.grad`` that is not reduced yet (under no_sync), and for
+    # sharded tensors computed from this gradient. Norms and optimizer steps of them raise. With
+    # NO_SHARD, the unreduced gradients are plain tensors, and get this attribute, too.
+    unreduced_unit: str | None = None
     # Set for a gradient that `Gradients.show` has put into `.grad`: this rank's unreduced gradient
     # of the full parameter, and the version counter of `shard_local` just after its computation.
     shard_unreduced: Tensor | None = None
@@ -360,8 +364,7 @@ class FlatShardTensor(torch.Tensor):
         True for parameters, averaged gradients, and tensors computed only from these and from
         Python numbers.
         """
-        is_unreduced = bool(UNREDUCED) and self in UNREDUCED
-        return self.shard_origin.source < Source.OTHER and not is_unreduced
+        return self.shard_origin.source < Source.OTHER and not is_unreduced(self)
 
     @property
     def described(self) -> str:
@@ -634,8 +637,10 @@ class FlatShardTensor(torch.Tensor):
             first_sharded(args, kwargs).refuse(func._schema.name)
         result = handler(func, args, kwargs)
         # A result computed from an unreduced gradient (its square or copy) is unreduced, too.
-        for unit in {UNREDUCED[t] for t in sharded_in(args) if t in UNREDUCED} if UNREDUCED else ():
-            UNREDUCED.update((tensor, unit) for tensor in sharded_in((result,)))
+        if UNREDUCED_UNITS:
+            units = [t.unreduced_unit for t in sharded_in(args) if is_unreduced(t)]
+            for tensor in sharded_in((result,)) if units else ():
+                tensor.unreduced_unit = units[0]
         return result
 
 
@@ -682,6 +687,11 @@ def wrote(values: Sequence[Any]) -> None:
     # Operations under ``__torch_dispatch__`` do not increase the shard's version counter, by which
     # the next unshard sees that the shard has changed since the last all-gather. Increase it here.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
+
+
+def is_unreduced(grad: Tensor) -> bool:
+    """Whether a tensor is or contains a gradient that is not reduced over all ranks yet."""
+    return getattr(grad, "unreduced_unit", None) is not None
 
 
 def local_range(tensor: Tensor) -> Tensor:

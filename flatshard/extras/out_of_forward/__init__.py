@@ -37,11 +37,11 @@ from flatshard.memory import checksum
 from flatshard.precision import tensors_in
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import (
-    UNREDUCED,
     FlatShardTensor,
     Source,
     is_collective,
     is_counted,
+    is_unreduced,
     sharded_in,
     untraced,
 )
@@ -105,7 +105,7 @@ class OutOfForwardUse(ParamOwner):
         # Between steps, also accept sharded tensors that were computed with plain tensors, such as
         # a target network's new value. `full_tensor` raises if plain tensors differ between ranks.
         most = Source.GRADIENTS if writes or self._state.is_running else Source.OTHER
-        if any(t in UNREDUCED or t.spec not in self._handles for t in sharded):
+        if any(is_unreduced(t) or t.spec not in self._handles for t in sharded):
             return NotImplemented
         if any(t.shard_origin.is_arriving or t.shard_origin.source > most for t in sharded):
             return NotImplemented

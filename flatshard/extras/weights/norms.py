@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import Communicator
 from flatshard.module.wrappers import units_between_steps
 from flatshard.tensor import operators
-from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, sharded_in
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, sharded_in
 
 
 def norms(model: nn.Module, kind: str, norm_type: float) -> dict[str, float]:
@@ -27,7 +27,7 @@ def norms(model: nn.Module, kind: str, norm_type: float) -> dict[str, float]:
         if kind == "grad":
             # Call the getter of `Tensor`, because the property of `FlatShardTensor` takes longer.
             tensors = [*map(Tensor.grad.__get__, tensors)]  # type: ignore[union-attr]
-            for grad in sharded_in(tensors) if UNREDUCED else ():
+            for grad in sharded_in(tensors):
                 operators.own_part(grad)  # raises if the gradient was not reduced yet
         groups: dict[tuple[Communicator, ...], list[int]] = {}
         for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):

@@ -34,7 +34,7 @@ from flatshard.optimizer.state_dicts import check_same_state, comparable
 from flatshard.precision import set_grad
 from flatshard.tensor import operators, sharded_tensor, whole
 from flatshard.tensor.shard_spec import ShardSpec, first_of_dtensor
-from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_grad
+from flatshard.tensor.sharded_tensor import FlatShardTensor, is_unreduced, local_grad
 from flatshard.tensor.whole import Moved
 
 _logger = logging.getLogger("flatshard")
@@ -139,7 +139,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         # gradient is reduced yet; or `_step` steps on the owners, and needs the loss.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
-        if is_torchs or all(grad in UNREDUCED for grad in grads):
+        if is_torchs or all(map(is_unreduced, grads)):
             return True
         self._find_mode(optimizer)
         return self.mode in (StepMode.IN_PARTS, StepMode.ON_OWNERS)
