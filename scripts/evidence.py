@@ -238,7 +238,7 @@ COUNTED_BY = {
 """Files whose verdicts the page counts: the column that makes the rows of its table, and the title
 of these rows."""
 READABLE = {one.lower(): one for one in ("DDP", "FSDP1", "FSDP2")}
-READABLE |= {"--wrap": "`flatshard try --wrap`", "-": "not recorded"}
+READABLE |= {"--wrap": "`flatshard try --wrap`", "-": "(not compared)"}
 """How the page's tables show names of rows; other names stay as they are."""
 
 # ---------------------------------------------------------------- tables
