@@ -397,8 +397,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Learning rates and other options are read when backward begins.
 
         The training loop needs no change: ``optimizer.step()`` steps only the remaining parameters
-        (ignored parameters, and parameters of other models). Before this call, ``.grad`` of a
-        stepped parameter raises when used: gradients cannot be clipped by norm, unscaled or
+        (ignored parameters, and parameters of other models). Until ``optimizer.step()``, ``.grad``
+        of a stepped parameter raises when used: gradients cannot be clipped by norm, unscaled or
         logged. The optimizer's step hooks run only in ``optimizer.step()``.
 
         Units that may get more gradients are stepped only at the end of backward, without saving
@@ -601,8 +601,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         As with an unwrapped model, a program may change the model by writing into the tensors in
         place. The values are copied into the model at its next use, which raises RuntimeError if
-        the model itself has also changed since this call. Unlike with an unwrapped model, later
-        steps do not change the tensors: call ``state_dict`` again.
+        the model itself has also changed since ``state_dict()``. Unlike with an unwrapped model,
+        later steps do not change the tensors: call ``state_dict`` again.
 
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,
@@ -744,7 +744,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Return this rank's part of ``optim_state_dict``, for ``optim.load_state_dict``.
 
         ``optim_state_dict`` is from ``optim_state_dict()``, or the ``state_dict()`` of an optimizer
-        of the unwrapped model. Positions in such a dict refer to parameters in the order of
+        of the unwrapped model. In a ``state_dict()``, positions refer to parameters in the order of
         ``optim``'s groups. ``optim.load_state_dict`` casts dtypes as usual. If ``model`` contains
         no wrapper, this function only replaces names by positions.
 
@@ -836,7 +836,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return what ``set_state_dict_type`` has set, as torch's ``StateDictSettings``.
+        """Return the setting of ``set_state_dict_type``, as torch's ``StateDictSettings``.
 
         Raises:
             RuntimeError: units have different settings.
@@ -938,8 +938,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # Ranks that train a copy together must copy their models in the same order, because each
-        # copy gets the next free tags. By these tags, ranks match messages.
+        # Ranks that train a copy together must copy their models in the same order: each copy gets
+        # the next free tags (numbers by which ranks match messages).
         return extra("conversion", "copy.deepcopy(model)").copy_model(self, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -952,9 +952,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell ``torch.distributed.checkpoint.state_dict`` to leave ``module.`` out of FQNs."""
-        # Check here that ranks do not have different parameters of the same name: torch's
-        # `get_state_dict` calls this method first, on all ranks. A later check is not possible,
-        # because an optimizer's hooks do not know which ranks train a unit.
+        # Check here whether all of the model's ranks train the unit: torch's `get_state_dict` calls
+        # this method first, on all ranks. A later check is not possible, because an optimizer's
+        # hooks do not know which ranks train a unit.
         if is_getting_shards():
             self._sharded_unit.state_dict.check_names()
         return {"": "module"}

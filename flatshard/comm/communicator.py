@@ -63,8 +63,8 @@ def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
 class Communicator(Members):
     """Runs the collectives of one process group. In a group of one rank, nothing is sent."""
 
-    # Whether this process is copying a model (`copy.deepcopy`). A copy's tags come from a separate
-    # series: if only one rank makes a copy, later models still get the same tags on all ranks.
+    # Whether this process is copying a model (`copy.deepcopy`). Copies take tags from a separate
+    # series: so if only one rank makes a copy, later models still have equal tags on all ranks.
     is_copying = False
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
@@ -94,7 +94,7 @@ class Communicator(Members):
 
     @cached_property
     def side_group(self) -> Communicator:
-        """A second communicator of the same ranks, with an order of collectives of its own.
+        """A second communicator of the same ranks, whose collectives have a separate order.
 
         Collective at the first access, which makes the process groups.
         """
@@ -122,7 +122,7 @@ class Communicator(Members):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """Return the transport for tensors on ``device`` of the flat parameter with ``tag``."""
-        # The tensor's size does not matter: 1 MB takes 0.4 ms with every transport.
+        # Do not choose by the tensor's size: 1 MB takes 0.4 ms with every transport.
         for transport in self.transports:
             if tag < transport.max_tag and (device.type == "cpu" or not transport.host_only):
                 return transport
@@ -131,8 +131,8 @@ class Communicator(Members):
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group. If the transport ``is_ordered``, all ranks must start
-        all-gathers in the same order, and those with ``reduced`` in one order with reductions.
+        Collective: all ranks of the group, in the same order of calls if the transport
+        ``is_ordered``. All-gathers with ``reduced`` belong to the order of the reductions.
         """
         assert request.out.numel() == request.shard.numel() * self.size, "shards fill the buffer"
         gathers = f"all-gathering parameters for {request.purpose}"

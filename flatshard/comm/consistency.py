@@ -22,9 +22,9 @@ T = TypeVar("T")
 def raise_everywhere(
     error: Exception | None, *comms: Communicator, op_name: str = "comparing errors"
 ) -> None:
-    """Raise the ``error`` of the first rank that has one, on all ranks of all ``comms``.
+    """If any rank passes an ``error``, raise the first such rank's error on all ranks of ``comms``.
 
-    Collective. A rank that receives an error in one communicator sends it to the next ones, too.
+    Collective. A rank that receives an error in one of ``comms`` also sends it in the next ones.
     """
     # `global_rank` is the rank of this process in every communicator except `ALONE`, where it is 0.
     me = max(comm.global_rank for comm in comms)

@@ -51,7 +51,7 @@ def differ(maxima: bytes) -> list[bool]:
 
 
 def compared_name(op_name: str) -> str:
-    """Return the part of a name that ranks compare: of ``"saving: /data/0"``, ``"saving"``."""
+    """Return the part of a name that ranks compare: ``"saving"`` for ``"saving: /data/0"``."""
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# `abort` makes receives with this tag time out: no rank sends a message with this tag.
+# Tag of the receives in `abort`, which must time out: no rank sends a message with this tag.
 _NO_TAG = (1 << 31) - 1
 _LISTED = 16  # maximum number of ranks that `ranks_text` lists in full
 
@@ -154,7 +154,7 @@ OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
-_REST_SECONDS = 0.01  # twice the time after which a running thread gives the GIL to a waiting one
+_REST_SECONDS = 0.01  # twice the time after which Python gives the GIL to a waiting thread
 _END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 
 

@@ -134,7 +134,7 @@ def forget_destroyed() -> None:
                 continue
             made = made_here()
             # Abort first: after an error, another rank may never begin a collective that this rank
-            # has begun. The destructor of a gloo group would wait for it until the timeout.
+            # has begun, and the destructor of a gloo group would wait for it until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 

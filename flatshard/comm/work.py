@@ -76,7 +76,7 @@ class History:
     """Record of the collectives that this rank has begun in one process group.
 
     The n-th collective of a kind on one rank matches the n-th on every other rank. If the backend
-    matches collectives only by order, the record has descriptions, for ranks to compare orders.
+    matches collectives only by order, the record also has descriptions, which ranks compare.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class History:
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
-        # For two consecutive descriptions: the next one, or "" if it was not always the same.
+        # For two consecutive descriptions, the description that has always followed, or "".
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
@@ -250,8 +250,8 @@ class named(watched):
     """Like ``watched``, but replaces a backend's error by a CollectiveError with ``op_name``."""
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        # Keep an OutOfMemoryError, which callers may catch, and which other ranks did not cause.
-        # Keep a CollectiveError: a nested block has already named the collective.
+        # Do not replace an OutOfMemoryError: callers may catch it, and other ranks did not cause
+        # it. Do not replace a CollectiveError: a nested block has already named the collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return None
@@ -283,7 +283,7 @@ class AsyncWork(named):
     op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects to keep alive until all ranks have received everything
     _: KW_ONLY
-    peers: Sequence[int] = ()  # ranks that send the data of the first of ``works``, for errors
+    peers: Sequence[int] = ()  # for errors: rank ``peers[i]`` sends the data of ``works[i]``
     then: Callable[[], None] | None = None  # computes the result, after the wait for ``works``
     # Objects like ``dist.Work`` that complete when all ranks have received this rank's data.
     sends: Sequence[Any] = ()
@@ -365,15 +365,15 @@ class AsyncWork(named):
 class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
-    # Waiting for the sends of every unit would slow down the fastest rank. So the engine waits only
-    # at the end of a forward or backward. Afterwards an optimizer may write the sent shards.
+    # Waiting after the sends of every unit would slow down the fastest rank. So the engine waits
+    # only at the end of a forward or backward, because an optimizer may write the shards next.
 
     def __init__(self) -> None:
         self.pending: list[AsyncWork] = []
 
     def wait_sends(self) -> None:
-        """Wait until other ranks have received all sent tensors. Then it is safe to write them."""
-        # Remove each collective first: if its wait raises, a later call must not wait again.
+        """Wait until other ranks have received all sent tensors, which may then be written."""
+        # Remove a collective before waiting: if the wait raises, a later call must not wait again.
         while self.pending:
             self.pending.pop(0).wait_sends()
 

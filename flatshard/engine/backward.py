@@ -216,7 +216,7 @@ class Backward:
             self.begin()
         if index in grads.pending:  # second gradient of the parameter: first store the earlier one
             grads.receive_pending(more_to_come=unit.sync is GradSync.ACCUMULATE)
-        # To save time, only collect small gradients, until the flat parameter has all gradients.
+        # Small gradients are only collected, until the flat parameter has all: this saves time.
         grads.pending[index] = grad
         for watcher in self._state.watchers:
             watcher.on_grad(unit)
@@ -263,7 +263,7 @@ class Backward:
         is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
-            # Store gradients that are pending because their flat parameter lacks other gradients.
+            # Store the pending gradients of flat parameters for which other gradients are missing.
             for handle in state.handles:
                 handle.grads.receive_pending(more_to_come=handle.unit.sync is GradSync.ACCUMULATE)
             if any(unit.sync is not GradSync.ACCUMULATE for unit in state.units):
@@ -340,9 +340,9 @@ class Backward:
         Runs before the caller of ``backward()`` can catch the exception: if modules still had
         unsharded parameters, values that the caller writes to them would be lost.
         """
-        # Do no work that waits or raises. The destructor of autograd's graph task calls this
-        # method, and Python only prints exceptions in destructors. `_drop` does the rest later. The
-        # destructor may run on another thread (of a device). This is safe: the thread holds the
+        # Do no work that waits or raises, because the destructor of autograd's graph task calls
+        # this method: Python only prints exceptions in destructors. `_drop` does the rest later.
+        # The destructor may run on another thread (of a device). This is safe: the thread holds the
         # GIL, and no other hook of this backward runs any more.
         for unit in self._state.units if self.is_active else ():
             unit.leave_failed_backward()

@@ -1,9 +1,9 @@
 """``StepExtension``: the interface of extensions, which act in a training step or observe a step.
 
 An extension is an optional feature (a folder of ``flatshard.extras``, which can be deleted). The
-engine calls the methods of all extensions at moments of a step, in the order of the table
-``EXTRAS`` in ``flatshard.options.extras``. Extensions that only observe, such as reports, come last
-there.
+engine calls the methods of all extensions at fixed points of a step, in the order of the table
+``EXTRAS`` in ``flatshard.options.extras``. Extensions that only observe, such as reports, are last
+in this table.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StepExtension:
     """
 
     exchange_name = ""
-    """Text about the ``votes``, for the name of the exchange at the end of backward.
+    """Description of the ``votes``: a part of the name of the exchange at the end of backward.
 
     Ranks compare this name, so all ranks must have the same extensions.
     """

@@ -71,8 +71,8 @@ class Forward:
 
     def recover(self) -> None:
         """Clean up after a step that failed: restore parameters, and drop unfinished gradients."""
-        # Restore the parameters first: a failed optimizer step may have left other parameters in
-        # the modules.
+        # Undo a failed optimizer step first, because it may have left other parameters in the
+        # modules.
         self._root_module.recover()
         for extension in self._state.extensions:
             extension.recover()
@@ -145,8 +145,8 @@ class Forward:
         receive = partial(self._backward.receive_of_input, unit, weakref.ref(call))
         given, named = (args, kwargs) if changed is None else changed
         for tensor in tensors_in((*given, *named.values())):
-            # Do not count the gradients of parameters among the inputs: autograd may compute such a
-            # gradient long after this unit's backward is over.
+            # Do not count parameters that are passed as inputs: autograd may compute the gradient
+            # of a parameter long after this unit's backward is over.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
@@ -175,8 +175,8 @@ class Forward:
         try:
             if output is not None:
                 self.check(unit, module)
-                # Cast first. `protect` copies tensors that are views of an unsharded buffer, and
-                # the result of a cast is not such a view.
+                # Cast before `protect`, which copies views of an unsharded buffer. The result of a
+                # cast is not a view, so `protect` need not copy it.
                 changed = unit.casts[module].cast_output(output)
                 changed = self.saved.protect(changed, unit.name)
                 self.saved.end_call(unit, call)
@@ -251,8 +251,8 @@ class Forward:
             self.unshard(unit)
             self._state.edits.begin(unit)
             # Later operations may read the unsharded parameters from the modules without a call of
-            # this method. Without saved-tensor hooks, autograd saves plain views for backward, so
-            # keep the buffer.
+            # this method. Without saved-tensor hooks, autograd saves plain views of the buffer for
+            # backward. So keep the buffer's memory.
             if not self.saved.had_hooks:
                 self.saved.keep_views(unit)
 
@@ -262,8 +262,8 @@ class Forward:
             return
         self._state.edits.check(unit, module)
         for depth, used in self._used_outside:
-            # Also check the units that this module's forward used outside of their own forward. A
-            # unit that was used at another depth is checked when the forward of that depth ends.
+            # Also check the units whose parameters this module's forward used directly, without a
+            # call of the units. Units used at another depth are checked when that forward ends.
             is_ours = depth == self._state.depth and used.phase is Phase.FORWARD
             if is_ours and not used.running:
                 for used_module in used.modules:
@@ -276,8 +276,8 @@ class Forward:
         """
         state, has_output = self._state, output is not None
         if unit.phase is Phase.FORWARD and not unit.running:
-            # A reentrant activation checkpoint runs its forward with gradients disabled, although a
-            # backward follows. So `is_grad_enabled` is not enough.
+            # Do not ask only `is_grad_enabled`: a reentrant activation checkpoint runs its forward
+            # with gradients disabled, although a backward follows.
             backward_follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
             if unit.end_call(backward_follows=backward_follows) or not has_output:
                 is_needed_soon = self._prefetch.needs_soon(unit)
@@ -301,8 +301,8 @@ class Forward:
     def interrupt(self) -> None:
         """Clean up after ``KeyboardInterrupt`` or ``SystemExit`` in a forward.
 
-        The exception may have come at any line, even in this class. So this method relies on no
-        count, and may be called again.
+        The exception may have come at any line, even in this class. So this method does not rely on
+        counts such as ``depth``, and may be called again.
         """
         state = self._state
         was_running, state.depth = state.depth > 0, 0
@@ -358,7 +358,7 @@ class Forward:
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
         # Drop prefetched units that did not run. If all units ran in the order of the last forward,
-        # there are none: unfinished all-gathers are prefetches for backward.
+        # drop nothing: then unfinished all-gathers are prefetches for backward.
         if failed or not self._prefetch.is_complete:
             self._drop_prefetched(failed)
         # Wait until no other rank reads this rank's shards: the optimizer may write the shards
@@ -381,7 +381,7 @@ class Forward:
                     with self._state.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:
-                    if not failed:  # otherwise the error of the forward is raised
+                    if not failed:  # if failed, the error of the forward is raised
                         raise
 
 
@@ -417,7 +417,7 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
     from torch._dynamo.decorators import skip
 
     own = module.__dict__.get("_call_impl")
-    # The program's own `_call_impl`, if any. In a copy of a unit's module, take it out of `call`.
+    # The program's own `_call_impl`, if any. In a copy of a unit's module, `call.own` stores it.
     own = getattr(own, "own", own)
     inner = module._compiled_call_impl or own or call_of(module)
 
@@ -452,6 +452,6 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
 def call_first(hook: RemovableHandle, tensor: Tensor) -> None:
     """Move ``hook``, the latest hook of ``tensor``, to the front: autograd calls it first."""
     hooks: Any = tensor._backward_hooks or {}
-    # Do not use `OrderedDict.move_to_end`: autograd ignores the order that it makes.
+    # Do not use `OrderedDict.move_to_end`: autograd ignores the order that `move_to_end` makes.
     for key in [key for key in hooks if key != hook.id]:
         hooks[key] = hooks.pop(key)

@@ -2,9 +2,9 @@
 
 Resharding the unit would lose the edit. There are three ways to find edits:
 
-- Autograd's version counter shows edits in place. But a forward may also write the same values
-  again (registering a parametrization does), so then values are compared ([Note: changed
-  versions]).
+- A changed version counter (autograd's) shows a write in place. But a forward may also write the
+  same values again (registering a parametrization does). So after a changed version, values are
+  compared ([Note: changed versions]).
 - A changed address shows an assignment to ``p.data``.
 - A write into ``p.data`` (``p.data.mul_(0.9)``) changes neither version nor address. So after some
   forwards, the values are compared with the values before the forward.
@@ -14,8 +14,8 @@ A comparison of all values reads the unsharded buffer twice, which takes some pe
 all values are compared only in the 1st, 2nd, 10th, 100th, ... forward of a unit, counted separately
 with and without gradients. (The first update of a momentum encoder may change nothing, so the 2nd
 is compared, too.) After the first edit is found, all values of every unit are compared in every
-forward. The same holds for frozen parameters to which the program writes after the first forward:
-they may belong to a momentum encoder, which may be updated inside of any forward.
+forward. Frozen parameters to which the program writes after the first forward are also compared in
+every forward: they may belong to a momentum encoder, which may be updated inside of any forward.
 
 The other forwards compare only 32 values, which still finds an edit that changes all values. This
 takes 10 to 30 microseconds, 2 % of a step with many small units. So frozen flat parameters are
@@ -46,8 +46,8 @@ from flatshard.units.module_tree import unit_text
 # Numbers of the forwards in which all values are compared ([Note: which forwards]).
 _COMPARED = {2, *(10**power for power in range(12))}
 
-# A function that reads an unsharded buffer, so that two results show an edit between the reads:
-# `checksum` reads all values, `sample` reads 32 values, and `type` reads none.
+# A function that reads an unsharded buffer. If two results differ, the buffer was edited between
+# the reads. `checksum` reads all values, `sample` reads 32 values, and `type` reads none.
 Look = Callable[[Tensor], object]
 
 

@@ -63,9 +63,9 @@ class ParamGather:
         # `compute_dtype`: dtype of the unsharded buffer. `_sent_dtype`: dtype of the sent shard.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # In two cases, send the shard without a cast. If every rank holds the whole parameter, the
-        # all-gather is a local copy, which itself casts. Float8 values are computed from the uncast
-        # shard.
+        # Two cases need the shard without a cast. If every rank holds the whole parameter, the
+        # all-gather is a local copy, and this copy casts. With `gather_dtype`, float8 values are
+        # computed from the uncast shard.
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype
         # Whether all-gathers send the shard itself, from host memory, and not a copy of the shard.

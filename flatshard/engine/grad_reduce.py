@@ -7,9 +7,9 @@
     ``HYBRID_SHARD_OP``, this is the inter group (one rank of each node), and a reduce-scatter
     splits the part further. Otherwise it is the replicate group (the ranks with the same part),
     which runs an all-reduce, because every rank of the group needs the whole part.
-3.  In the all-reduce, the backend adds up the gradients. If flatshard must add them itself (in rank
-    order, or in a wider dtype), stage 2 is a reduce-scatter over the replicate group instead, and
-    stage 3 all-gathers the result.
+3.  If flatshard itself must add up gradients (in rank order, or in a wider dtype), it cannot use
+    the backend's all-reduce. Then stage 2 is a reduce-scatter over the replicate group, and stage 3
+    all-gathers the result.
 
 Under ``GradSync.SHARD_ONLY``, a backward runs only stage 1, ``Gradients`` adds up the results, and
 a later backward runs the rest. Stages 1 and 2 send gradients in the reduce dtype. The sums may have
@@ -38,10 +38,10 @@ class CommHook:
 
     # Dtype in which gradients are reduced. None: the same dtype as without a hook.
     reduce_dtype: torch.dtype | None = None
-    # A function of the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the plan of
-    # the flat parameter. The function waits, and returns this rank's shard of the average over all
-    # ranks, `(shard_numel,)` in any dtype, with zeros in the padding. Collective. None: reduce the
-    # gradients as usual.
+    # A function with two arguments: the unsharded gradients, `(padded_numel,)` in the reduce dtype,
+    # and the plan of the flat parameter. The function waits, and returns this rank's shard of the
+    # average over all ranks, `(shard_numel,)` in any dtype, with zeros in the padding. Collective.
+    # None: reduce the gradients as usual.
     reduce: Callable[[Tensor, FlatParamPlan], Tensor] | None = None
 
 
@@ -121,16 +121,16 @@ class ReducePlan:
 class GradReduce:
     """The reduction of one flat parameter's gradients in one backward; see [Note: stages]."""
 
-    # Event after which the device has computed the gradients: the host may only have queued the
-    # kernels that compute them. None: the gradients are computed already.
+    # Event that completes once the device has computed the gradients, because the host may run
+    # ahead of the device. None: the gradients are computed already.
     computed: torch.Event | None = None
     # Functions that start the remaining stages.
     later_stages: Sequence[Callable[[], AsyncWork]] = ()
     _earlier_works: Sequence[AsyncWork] = ()  # the collectives of the stages that are over
-    # Queue of all models' reductions that wait to start their second stage in the same group, in
-    # the order in which their first stages started. Empty if this reduction has no second stage.
+    # Queue of the reductions, of all models, that have not started their second stage in the same
+    # group. The order is that of their first stages. Empty if this reduction has no second stage.
     _second_stages: Any = ()
-    _read_on_side_stream: Sequence[object] = ()  # kept alive for `_queue_later_stages`
+    _read_on_side_stream: Sequence[object] = ()  # tensors kept alive (`_queue_later_stages`)
 
     def __init__(
         self,
@@ -236,8 +236,8 @@ class GradReduce:
     def advance(self) -> bool:
         """Start the stages that can start without a wait.
 
-        Returns False if the second stage cannot start yet, because the first stage of this
-        reduction or of an earlier one is not over.
+        Returns False if the second stage cannot start yet, because the first stage of this or of an
+        earlier reduction is not over.
         """
         while self in self._second_stages and self._second_stages[0].work.done():
             self._second_stages[0]._start_next_stage()

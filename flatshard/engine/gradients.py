@@ -92,13 +92,13 @@ class Gradients:
         # Whether the user edited an accumulated gradient in `.grad` on this rank. Then all ranks
         # raise at the end of the next backward that reduces.
         self.was_edited = False
-        # The keys: parameters with unreduced gradients, whose `.grad` `show` has set or marked. The
-        # values: the tensor in `.grad`, the tensor's version, and whether `show` made the tensor.
+        # The keys: parameters with unreduced gradients, for which `show` has set or marked `.grad`.
+        # The values: the tensor in `.grad`, its version, and whether `show` made the tensor.
         # If `show` did not make the tensor, it is a reduced gradient of an earlier step, and the
         # unreduced gradients are only in `slots`.
         self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
         # `_target`: whether `.grad` is in device memory, host memory or on disk. For host and disk,
-        # `_cache` reuses memory there, and `_copies` has an event for each unfinished copy.
+        # `_cache` has memory to reuse, and `_copies` has an event for each unfinished copy.
         target = self._target = plan.flat.targets.gradient
         self._cache = BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
@@ -116,17 +116,17 @@ class Gradients:
         slots, intra_reduced, self.intra_reduced = self.slots, self.intra_reduced, None
         self._empty()
         self.plan, self.dtypes = plan, plan.dtypes
-        # Indices of parameters with large gradients, each of which is copied into `_buffer` as soon
-        # as it is computed. Then the gradient can be freed, which saves memory.
+        # Indices of parameters with large gradients. To save memory, a large gradient is copied
+        # into `_buffer` as soon as autograd has computed it, and then freed.
         min_numel = _SMALL_BYTES / self.dtypes.reduce_dtype.itemsize
         spans = enumerate(self._layout.spans)
         self.large = {index for index, span in spans if span.numel >= min_numel}
         for param in self._params:
-            param.kept_grad = None  # it has the dtype and device of the previous plan
+            param.kept_grad = None  # the object has the dtype and device of the previous plan
         with torch.no_grad():
             for index, slot in slots.items():
                 self.receive(index, slot.to(plan.device))
-            self.arrived.clear()  # these gradients did not arrive in a backward
+            self.arrived.clear()  # undo the marks of `receive`, because no backward is running
             if intra_reduced is not None:
                 self.add_intra_reduced(intra_reduced.to(plan.device))
         self.show()
@@ -198,7 +198,7 @@ class Gradients:
                     param.grad = None
                 if is_dropped or is_zeroed:
                     self.forget(original.index)
-                if is_zeroed and is_view:  # zeros stay if no backward computes this gradient again
+                if is_zeroed and is_view:  # keep zeros, unless a backward computes the gradient
                     zeros = torch.zeros_like(param)
                     set_grad(param, zeros)
                     original.published = NoneType if original.is_sharded else weakref.ref(zeros)
@@ -564,9 +564,9 @@ class Gradients:
         before = get_grad(param.sharded)
         if isinstance(before, FlatShardTensor) and not before.is_alike:
             raise RuntimeError(
-                f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
-                "before backward, but may differ between ranks. Expected None, an average, or "
-                "a full tensor of this rank, which backward averages. Call zero_grad() before."
+                f"{before.spec.where()}: before backward, .grad was set to a sharded tensor "
+                f"({before.text}) that may differ between ranks. Expected None, an average, or a "
+                "full tensor of this rank, which backward averages. Call zero_grad() first."
             )
         if before is not None and before.dtype is grad.dtype:
             # Like autograd, add in place: the program may have another reference to the tensor.
@@ -609,7 +609,7 @@ def _num_base_references(view: Tensor) -> int:
     return 0 if base is None else sys.getrefcount(base)
 
 
-# Result if only the view refers to the tensor. Measured, because it depends on Python's version.
+# Number of references if only the view refers to the tensor. It depends on Python's version.
 _NO_REFERENCE = _num_base_references(torch.empty(1)[:])
 
 
@@ -622,7 +622,7 @@ def _check_assigned(param: OriginalParam, grad: Tensor) -> None:
         raise RuntimeError(
             f"{param.where}: .grad was set to a view of a tensor that the program still has. "
             "Autograd would add the new gradient to this tensor, but flatshard puts the average "
-            "into another one, so the tensor would keep its old values. Call zero_grad() before "
+            "into a new tensor, so this tensor would keep its old values. Call zero_grad() before "
             "backward and read p.grad after it, or set .grad to a clone() of the view."
         )
 
@@ -631,5 +631,5 @@ def edited(unit_name: str) -> RuntimeError:
     """Make the error to raise if the user edited accumulated gradients of a unit."""
     return RuntimeError(
         f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
-        "reduced, or another rank's forward edited parameters in place. Edit .grad after no_sync."
+        "reduced, or another rank's forward edited parameters in place. Edit .grad once reduced."
     )

@@ -63,8 +63,8 @@ class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
     # For each original parameter, the unsharded parameter that modules hold now. None: modules hold
-    # the sharded parameters. If None, do not call `put_back`: if the user has replaced a parameter
-    # after a failed step, `put_back` would undo this, and `check_places` could not raise any more.
+    # the sharded parameters. Then do not call `put_back`: if the user replaced a parameter after a
+    # failed step, `put_back` would restore the old parameter, and `check_places` could not raise.
     installed: Sequence[Any] | None = None
 
     def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
@@ -95,8 +95,8 @@ class FlatParamHandle:
         ]
         # Whether backward does not read the parameters, because all are embedding tables.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
-        # For each parameter: how tensor parallelism splits the parameter if it was a DTensor,
-        # otherwise None. If no parameter was a DTensor, `_splits` is None.
+        # How tensor parallelism splits each parameter. None for a parameter that was not a DTensor.
+        # If no parameter was a DTensor, `_splits` itself is None.
         splits = [param.spec.tensor_parallel for param in self.params]
         self._splits = splits if any(splits) else None
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
@@ -109,7 +109,7 @@ class FlatParamHandle:
         # Whether views may be in use after a reshard: `reshard` has found some, or an activation
         # checkpoint has run the unit, and may have saved some.
         self.had_views = False
-        self.was_read = False  # whether a backward has read a view of the buffer from the graph
+        self.was_read = False  # whether a backward has read a saved view of the buffer
         self._targets = plan.targets
         self.gather = ParamGather(plan)
         self.gather.move_to(plan.device, plan.dtype)
@@ -162,7 +162,7 @@ class FlatParamHandle:
 
     def _set_shard(self, shard: Tensor) -> None:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
-        self._shard = self.flat_param.detach()  # what all-gathers send
+        self._shard = self.flat_param.detach()  # the tensor that all-gathers send
 
     def part(self, param: OriginalParam) -> Tensor:
         """Return a view of this rank's part of an original parameter, ``(param.spec.numel,)``."""
@@ -267,7 +267,7 @@ class FlatParamHandle:
         else:
             self.had_views |= not self.unit.keeps_views
             # With shared memory, parts of the buffer are the shards of other ranks. Copy these
-            # parts, because an owner waits until no rank reads its shard.
+            # parts: otherwise the other ranks would have to wait before they write their shards.
             with _unsafe_preserve_version_counter(self.buffer):
                 self.memory.snapshot()
 
@@ -380,7 +380,7 @@ class FlatParamHandle:
         self._num_flag_writes = sharded_tensor.num_flag_writes
         with torch._C.DisableTorchFunctionSubclass():
             self.trained = [*map(_REQUIRES_GRAD, self.sharded)]
-            # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
+            # Users set `requires_grad` of the sharded parameters. Copy the flags to the full ones.
             for full, trains in zip(self.fulls, self.trained, strict=True):
                 full.requires_grad_(trains)
         self.num_trainable = sum(self.trained)

@@ -54,7 +54,7 @@ class Prefetch:
         )
 
     def begin_forward(self) -> None:
-        """Record the order of a new forward, and predict it from the order of the last forward."""
+        """Begin to record the order of a new forward, expected to be that of the last forward."""
         self.last_order, self.order = self.order or self.last_order, []
 
     def in_forward(self) -> None:

@@ -1,7 +1,7 @@
 """``ReduceQueue``: starts and finishes the reductions of gradients, in one order on all ranks.
 
-Each flat parameter is reduced separately, once autograd has computed all its gradients. Then the
-flat parameter is called ready.
+Each flat parameter is reduced separately. A flat parameter is ready once autograd has computed all
+its gradients.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ReduceQueue:
     def refresh(self) -> None:
         """Recompute the memory limit of unfinished reductions, after buffers were reallocated."""
         # The limit is twice the size of the largest unit's gradients. On an accelerator, it is
-        # twice the size of the largest flat parameter's gradients: there, the host runs far ahead
-        # of the device, so the memory always rises to the limit.
+        # twice the size of the largest flat parameter's gradients: the host runs far ahead of the
+        # device, so the memory always rises to the limit.
         on_accelerator = any(handle.device.type != "cpu" for handle in self._handles)
         sizes: Counter[object] = Counter()
         for handle in self._handles:
@@ -169,7 +169,7 @@ class ReduceQueue:
     def reduce_rest(self) -> Agreement:
         """Reduce all remaining gradients, at the end of backward. Collective.
 
-        Before, the ranks exchange which parameters each rank has used (``end_of_backward.py``).
+        First, the ranks exchange which parameters each rank has used (``end_of_backward.py``).
         Returns the result of this exchange.
         """
         rest = self._order[self._num_started :]

@@ -84,7 +84,7 @@ class SavedDTensor(NamedTuple):
     """The object that autograd saves in place of a DTensor around a view of an unsharded buffer."""
 
     kind: Any  # the class DTensor; stored because importing it is slow
-    local: Any  # what `pack` has returned for this rank's local tensor
+    local: Any  # the result of `pack` for this rank's local tensor
     layout: Any  # the DTensor's `_spec`
 
     def around(self, local: Tensor) -> Tensor:
@@ -113,9 +113,9 @@ class SavedTensors:
         # The attributes below are for [Note: forwards without hooks].
         self.has_hooks = bool(self._owners)  # whether forwards have hooks now
         self.had_hooks = True  # whether all forwards of this step have had hooks
-        # `_known`: forwards that need no hooks. `_new`: forwards with hooks, since hooks last made
-        # a difference. For each forward: the unit, and the number of graph nodes that autograd
-        # made.
+        # `_known`: forwards that need no hooks. `_new`: forwards that ran with hooks after the last
+        # step in which hooks made a difference. For each forward: the unit, and the number of graph
+        # nodes that autograd made.
         self._known: set[tuple[Unit, int]] = set()
         self._new: set[tuple[Unit, int]] = set()
         # Number of forwards without hooks that differed from all earlier forwards.
@@ -237,7 +237,7 @@ class SavedTensors:
         Returns whether hooks of other code (``save_on_cpu``, for example) were on top. With
         ``needed=False``, hooks are installed only in this case. Call ``pop`` afterwards.
 
-        ``in_checkpoint``: whether to install hooks if those of an activation checkpoint are on top.
+        ``in_checkpoint``: whether to install hooks if an activation checkpoint's hooks are on top.
         """
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(

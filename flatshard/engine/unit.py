@@ -147,7 +147,7 @@ class Unit:
         # a gradient. Then frozen parameters stay unsharded until the end of the model's backward.
         self._ends_unseen = False
         self._num_calls = 0  # number of calls in the model's present or latest forward
-        self._num_expected = 0  # number of calls in the forward before
+        self._num_expected = 0  # number of calls in the previous forward
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
         # Whether the unsharded buffers keep their memory after a reshard, because autograd may have
@@ -315,8 +315,8 @@ class Unit:
 
         Otherwise a ``SavedView`` is saved, and backward unshards the unit again to read the table.
         """
-        # The root unit saves copies. If one rank uses a table in another operation than a lookup (a
-        # tied output layer), only this rank's backward would unshard the table: a deadlock.
+        # The root unit saves copies, to avoid a deadlock: if only one rank uses a table in another
+        # operation than a lookup (a tied output layer), only its backward would unshard the table.
         return self.is_root and self.reshards_after_forward and handle.is_lookup
 
     def reshard(
@@ -338,20 +338,20 @@ class Unit:
                 if is_over:
                     secondary.end_backward()
                 elif action is BufferAction.FREE and self.backward_follows and handle.is_current:
-                    # Backward all-gathers from secondary shards, so cut this rank's secondary shard
-                    # out of the buffer before the buffer is freed.
+                    # Backward all-gathers from secondary shards (`gather.py`). So cut this rank's
+                    # secondary shard out of the buffer before the buffer is freed.
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
                 # In backward, a recomputed forward may have saved views of the buffer, which are
                 # read later. So the buffer keeps its memory as long as views exist. A graph made
-                # without saved-tensor hooks has views too, but reads them after an all-gather.
+                # without saved-tensor hooks has views too, but reads them only after an all-gather.
                 may_be_viewed = handle.had_views or self.forward.saved.has_hooks
                 in_backward = point is ReshardPoint.AFTER_BACKWARD
                 handle.reshard(though_viewed=not (in_backward and may_be_viewed))
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
-                # Finish the all-gather, which reads the shard: an optimizer may write there next.
+                # Finish the all-gather, which reads the shard: an optimizer may write the shard.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward
@@ -396,8 +396,8 @@ class Unit:
     def begin_model_backward(self) -> None:
         """Forget what the last backward counted, and prepare the parameters' ``.grad``.
 
-        Removes unreduced gradients from ``.grad``: otherwise autograd would add new gradients to
-        them in place, in tensors of the program. ``Gradients`` keeps them, and adds new gradients.
+        Removes unreduced gradients from ``.grad``, where autograd would add new gradients in place
+        (to tensors of the program). ``Gradients`` keeps the unreduced gradients, and adds new ones.
         """
         self._outstanding_inputs.clear()
         self._ends_unseen = False
@@ -426,7 +426,7 @@ class Unit:
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:
-        """Count a gradient of an input of ``call``. Return whether this was the last one."""
+        """Count a gradient of an input of ``call``. Return whether this was the last gradient."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1

@@ -32,7 +32,7 @@ class BufferMemory:
     itself, and is never freed.
     """
 
-    # Place of this rank's shard, `(shard_numel,)`, if all ranks map it into their buffers.
+    # Place of this rank's shard, `(shard_numel,)`, if the buffers of all ranks map the shard.
     # None: the shard has separate memory.
     shard: Tensor | None = None
     # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing.
@@ -73,7 +73,7 @@ class AllocatedBuffer(BufferMemory):
             self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        # Resize the storage, but do not delete it: autograd's views refer to this object.
+        # Resize the storage object, but do not delete it: autograd's views refer to the object.
         self._storage.resize_(0)
 
 
@@ -151,11 +151,11 @@ class OffloadTarget:
         return torch.empty(numel, dtype=dtype)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` if it is in this target's memory, otherwise a copy that is."""
+        """Return ``tensor`` if it is in this target's memory, otherwise a copy in this memory."""
         return tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor, in this target's memory if the tensor is."""
+        """Copy a tensor. If the tensor is in this target's memory, the copy is there, too."""
         return tensor.clone()
 
     def page_in(self, *tensors: Tensor) -> None:
@@ -213,7 +213,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 class _Nothing:
     """A context manager that does nothing."""
 
-    # A function in C, for speed. It accepts any arguments, and returns an empty string: false.
+    # A function in C, for speed: it accepts any arguments, and returns "", which is false.
     __enter__ = __exit__ = "".format
 
 
@@ -258,7 +258,7 @@ def checksum(tensor: Tensor) -> Checksum:
     # equal sums. Multiply few rows at once, because the products need memory.
     num_rows = min(1 + len(table) // 64, 8 if words.is_cpu else 128)
     sums = torch.empty(len(table) + 1, dtype=torch.int64, device=words.device)
-    # Write into `sums`: glibc could not reuse the products' memory below a new tensor of sums.
+    # Write into `sums`: new tensors of sums would keep glibc from reusing the products' memory.
     for out, rows in zip(sums[:-1].split(num_rows), table.split(num_rows), strict=True):
         out.copy_((rows * factors).sum(1))
     sums[-1] = (rest * factors[: rest.numel()]).sum()

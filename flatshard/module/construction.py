@@ -217,8 +217,8 @@ class InitialValues:
         }
         self.settings, self.world = settings, world
         self.different = different = names_of_different(mine, world)
-        # Whether rank 0 broadcasts parameters (`sends`) and buffers (`sends_buffers`). A rank needs
-        # rank 0's buffers if its buffers are on the meta device.
+        # Whether rank 0 broadcasts parameters (`sends`) and buffers (`sends_buffers`). Buffers in
+        # `kept` are broadcast only if some ranks have them on the meta device, and others do not.
         self.sends = world.size > 1 and (bool(different) if sync is None else sync)
         self.sends_buffers = self.sends and (not kept or not kept.keys().isdisjoint(different))
         marks = bytes(value is None for value in mine.values())

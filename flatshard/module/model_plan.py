@@ -47,9 +47,9 @@ class PlannedUnit:
     def flatten(self, precision_plan: PrecisionPlan) -> None:
         """Divide the unit's parameters into flat parameters."""
         plans: dict[tuple[object, ...], FlatParamPlan] = {}
-        # Each large parameter of the root gets its own flat parameter, so that its gradient can be
-        # reduced while other units compute. Exception: boundary="tensor" gives each rank whole
-        # parameters, and can balance the ranks only within one flat parameter.
+        # Each large parameter of the root gets its own flat parameter, so that a large gradient can
+        # be reduced while other units compute. Exception: with boundary="tensor", each rank gets
+        # whole parameters, and only a flat parameter with many parameters can balance the ranks.
         splits = not self.name and self.number > 0 and self.settings.boundary != "tensor"
         for info in (info for member in self.members for info in member.infos):
             param = info.param
@@ -140,7 +140,7 @@ class ModelPlan:
             self.units.append(unit)
 
     def _coalesce(self) -> list[list[ChosenModule]]:
-        """Group small neighbouring modules with the same settings and kinds of parameters.
+        """Group small neighbouring modules with equal settings, dtypes and ``requires_grad``.
 
         Each group becomes one unit with one all-gather, because small all-gathers are
         latency-bound, and neighbours usually run one after the other.
@@ -149,12 +149,12 @@ class ModelPlan:
 
         def key_of(member: ChosenModule) -> tuple[Settings, set[tuple[torch.dtype, bool]]] | None:
             """Return the properties that modules of a group must share. None: do not group."""
-            # A module that contains units is no neighbour of the units: they run in its forward.
+            # Do not group a module that contains other units, which run inside of its forward.
             module = member.module
             if any(inner in members and inner != module for inner in module.modules()):
                 return None
-            # A unit needs one collective per kind of parameter. So grouping modules with different
-            # kinds of parameters would save no collective.
+            # A unit needs one collective per kind (dtype and `requires_grad`) of its parameters. So
+            # grouping modules with different kinds would save no collective.
             kinds = {(info.param.dtype, info.param.requires_grad) for info in member.infos}
             return self.settings_of[module], kinds
 
@@ -226,7 +226,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     for name, _, _, tensor in tensors:
         if id(tensor) in single:
             names.setdefault(id(tensor), name)
-    # No error: a user may pass the same list to several wrappers with different modules.
+    # Do not raise if `is_elsewhere`: a user may pass the same list to wrappers of several modules.
     is_elsewhere = bool(chosen) and names.keys().isdisjoint(map(id, chosen))
     places = {(inner, attribute) for _, inner, attribute, tensor in tensors if id(tensor) in single}
     modules = {inner for top in tops for inner in top.modules()}

@@ -86,8 +86,8 @@ def find_device(
         return _read_device(device_id)
     left_alone = ignored.ids()
     present = [param for param in module.parameters() if id(param) not in left_alone]
-    # Skip the meta device: some ranks may have all tensors there, but all ranks must find the same
-    # device.
+    # Skip the meta device: all ranks must find the same device, but perhaps only some ranks have
+    # their tensors on the meta device.
     device = next((param.device for param in present if not param.is_meta), None)
     if (device is None or device.type == "cpu") and torch.cuda.is_available():
         types = {"cpu"} if group is None else {str(device) for device in group._device_types}

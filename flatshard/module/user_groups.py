@@ -112,11 +112,11 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 
 
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
-    """Check that all ranks passed the same options, and that their groups form a grid.
+    """Check that all ranks passed the same options, and that the ranks' groups form a grid.
 
     Each rank sends the members of its replicate group to its shard group, and the members of its
     shard group to its replicate group. Then each rank checks all groups that it knows, and returns
-    the shard groups among these. Collective: all ranks of the groups.
+    the shard groups that it knows. Collective: all ranks of the groups.
     """
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     hosts = {

@@ -33,7 +33,7 @@ def modules_below(module: nn.Module, ends: Callable[[nn.Module], bool]) -> Itera
 
 
 def wrappers_in(module: nn.Module) -> list[ModuleProxy]:
-    """Return the wrappers in a model, outermost first. A policy's units have no wrapper."""
+    """Return the wrappers in a model, outermost first. Units made by a policy have no wrapper."""
     found = modules_below(module, lambda _: False)
     return list(dict.fromkeys(one for one in found if isinstance(one, ModuleProxy)))
 
@@ -57,7 +57,7 @@ def named_unit_modules(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def other_roots(module: nn.Module) -> dict[Unit, Set[nn.Module]]:
-    """Return the units that other models contain, too, with these models' outermost wrappers."""
+    """Return the units that are also in other models, with the other models' outermost wrappers."""
     inside = wrappers_in(module)
     # Use a dict, which has the same order on all ranks. Then all ranks' errors name the same unit.
     return {unit: others for unit in units_in(module) if (others := unit.roots.difference(inside))}
@@ -87,7 +87,7 @@ def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
 
 
 def check_not_summoned(units: Iterable[Unit], action: str) -> None:
-    """Raise RuntimeError inside of ``summon_full_params``."""
+    """Raise RuntimeError if any of ``units`` is inside of ``summon_full_params``."""
     for unit in units:
         if any(handle.summoned is not None for handle in unit.handles):
             raise RuntimeError(

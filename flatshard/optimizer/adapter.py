@@ -47,8 +47,8 @@ TORCHS_OWN = frozenset(
 _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-# For the fused kernel: device type and dtype of parameters, dtype and layout of gradients. Narrower
-# dtypes would be rounded differently than by the default kernel: this kernel computes in float32.
+# For the fused kernel: device type and dtype of parameters, dtype and layout of gradients. Not for
+# narrower dtypes: the fused kernel computes in float32, and rounds unlike the default kernel.
 _FUSED_KINDS = {("cpu", dtype, dtype, torch.strided) for dtype in (torch.float32, torch.float64)}
 
 _adapters: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
@@ -159,9 +159,9 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
-    """Send to all ranks the states that only one rank has. Returns these states by parameter.
+    """Send states that only one rank has to all ranks, and return these states by parameter.
 
-    State with one value per element is sent as shards: each rank gets its range. Collective.
+    If a state has one value per element, each rank gets only the values of its range. Collective.
     """
     shared: dict[FlatShardTensor, State] = {}
     for one in with_inner(optimizer):
@@ -176,8 +176,8 @@ class Closure:
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
         """Store ``run``, which calls the user's closure. With ``is_early``, also call ``run`` now.
 
-        The early call shows which parameters have gradients. The optimizer's own first call then
-        returns the same loss. Only optimizers that change parameters before that call (SAM) notice.
+        The early call shows which parameters have gradients. The optimizer's own first call returns
+        the same loss, which is wrong only if the optimizer has changed parameters before (SAM).
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -237,7 +237,7 @@ class OptimizerAdapter:
         """Put the sharded parameters back into the optimizer, after a step that did not raise."""
 
     def undo(self, optimizer: Optimizer) -> None:
-        """Put sharded parameters that are replaced, and their state, back into the optimizer."""
+        """Put replaced sharded parameters, and their state, back into the optimizer."""
 
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""
@@ -266,8 +266,8 @@ class BucketAdapter(OptimizerAdapter):
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move their state to the buckets.
 
-        Also selects torch's fused kernel where possible. ``stepped``: ids of parameters that an
-        extension has stepped already, and that the groups leave out.
+        Also selects torch's fused kernel where possible. ``stepped``: ids of parameters that the
+        groups must leave out, because an extension has already stepped them.
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
@@ -317,13 +317,13 @@ _SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgette
 
 State = dict[str, Any]
 
-# Names of optimizer state that is one number per parameter. The names are needed for parameters of
-# one element: there, state with one value per element has the same shape.
+# Names of optimizer state that is one number per parameter. The names are needed for a parameter
+# with one element, because its state with one value per element has the same shape as a number.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def _reading(name: str) -> Any:
-    """Return a ``BucketState`` method: copy shared tensors, then call the method of ``dict``."""
+    """Return a ``BucketState`` method that copies shared tensors, and calls ``dict``'s method."""
     method = getattr(dict, name)
 
     def read(self: BucketState, *args: Any) -> Any:
@@ -462,7 +462,7 @@ class ParamBucket:
         return slice(start, start + param.spec.numel)
 
     def begins_at(self, params: Sequence[Any], position: int) -> bool:
-        """Whether ``params[position:]`` begins with the members, and one flat gradient has theirs.
+        """Whether ``params[position:]`` begins with the members, and one tensor has all gradients.
 
         False for a bucket of one parameter, because later parameters may have to join the bucket.
         """
@@ -503,7 +503,7 @@ class ParamBucket:
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. If not (in the first step,
         # and after the user has assigned or loaded state), join the members' states.
-        self._found = [*map(present.get, map(id, self.members))]  # before the step
+        self._found = [*map(present.get, map(id, self.members))]  # states before the step
         are_known = _are_same(self._found, self._states)
         if not (are_known and _are_same(_values(self._states), self._values_made)):
             if (shared := self._join(states)) is None:
@@ -518,8 +518,8 @@ class ParamBucket:
         grad, is_one = get_grad(self.members[0]), len(self.members) == 1
         flat = local_grad(grad, self._specs[0]) if is_one else grad.shard_flat.detach()[self._range]
         set_grad(self.param, flat)
-        # Increase the version counter here, because a write to `p.data` in the step does not. With
-        # the old counter, flatshard would reuse unsharded buffers that have the old values.
+        # Increase the shard's version counter here: the step may write to `p.data`, which does not
+        # change the counter. Then flatshard would reuse unsharded buffers that have old values.
         torch._C._increment_version((self.param,))  # type: ignore[attr-defined]
         return [self]
 
@@ -544,7 +544,7 @@ class ParamBucket:
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
         """Return the members' states, joined into one state, or None if they cannot be joined.
 
-        The state of padding is zero, so that the optimizer computes no inf or NaN there.
+        The state of padding is zero, so that the optimizer computes no inf or NaN in padding.
         """
         sizes = [size for spec in self._specs for size in (spec.numel, math.prod(spec.shape))]
         # If no parameter or range has one element, shapes show which state has a value per element.
@@ -582,7 +582,7 @@ class ParamBucket:
         return is_view and value.storage_offset() - base.storage_offset() == self._part(param).start
 
     def _split(self, shared: State, states: MutableMapping[Any, State]) -> None:
-        """Make ``shared`` the bucket's state, and give each member views of that state."""
+        """Make ``shared`` the bucket's state, and give each member views of ``shared``."""
         is_small = self.param.numel() == 1
         numbers = numbers_in([*states.items(), (self.param, shared)]) if is_small else set[str]()
         target = self.members[0].spec.state_target
@@ -600,8 +600,8 @@ class ParamBucket:
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
             return value
-        # In a bucket with one member, the state needs no slice. Do not slice it: quantized state
-        # cannot be sliced. Return quantized and fake tensors as they are.
+        # In a bucket with one member, do not slice the state, which may be quantized: quantized
+        # tensors cannot be sliced. Return quantized and fake tensors as they are.
         part = value[self._part(param)] if len(self.members) > 1 else value
         return FlatShardTensor(part, param.spec, role=f"{key} of") if type(part) is Tensor else part
 
@@ -616,8 +616,8 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
     """Replace full and sharded tensors in ``state`` by this rank's ranges, and return ``state``."""
     spec = param.spec
     for key, value in state.items():
-        # `value` may be full (made before the model was wrapped), sharded (Adagrad makes its state
-        # so), or already this rank's range.
+        # `value` may be full (made before the model was wrapped), sharded (made by Adagrad), or
+        # already this rank's range.
         part = part_per_element(spec, value, is_local=True, is_number=key in numbers)
         if part is not None:
             state[key] = part
@@ -639,10 +639,10 @@ def part_per_element(
     Args:
         spec: the parameter's shape, and this rank's range.
         value: optimizer state of the parameter, full or sharded.
-        is_local: whether to take a 1-D tensor of the range's length for the range itself. True only
+        is_local: whether a 1-D tensor of the range's length counts as the range itself. True only
             for optimizers that step ranges. For other optimizers, a different tensor, such as the
             means of the rows, may have this length by chance.
-        is_number: whether to take a tensor of one element for one number per parameter, even if the
+        is_number: whether a tensor of one element counts as one number per parameter, even if the
             parameter, or this rank's range, has only one element.
     """
     if not isinstance(value, Tensor):
@@ -677,7 +677,7 @@ def map_state(function: Callable[[str, Any], Any], state: State) -> State:
             lambda path, leaf: function(f"{key}{pytree.keystr(path)}", leaf), value
         )
 
-    return {key: mapped(key, value) for key, value in dict.items(state)}  # not `state.items()`
+    return {key: mapped(key, value) for key, value in dict.items(state)}  # `items()` would copy
 
 
 def named_values(state: State) -> dict[str, Any]:
@@ -688,11 +688,11 @@ def named_values(state: State) -> dict[str, Any]:
 
 
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
-    """Return the names of state that is one number per parameter, also for large parameters.
+    """Return the names of state that is one number per parameter, such as ``step``.
 
-    If a parameter has one element, state with one value per element is one number, too. So looks
-    only at parameters with several elements. ``states``: pairs of a parameter (or its spec) and
-    state.
+    If a parameter has one element, its state with one value per element is one number, too. So this
+    function looks only at parameters with several elements. ``states``: pairs of a parameter (or
+    its spec) and the parameter's state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

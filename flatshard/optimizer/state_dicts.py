@@ -265,8 +265,8 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     stamp, asked = _stamp(optimizer), torch_request()
     if is_elementwise(optimizer) and (asked is None or stamp is None):
         state_dict["state"] = {k: adapter.shown(one) for k, one in state_dict["state"].items()}
-    # Call `shared_state` even if "state" is empty: it also compares the ranks' parameter groups, in
-    # which NorMuon stores its momenta.
+    # Call `shared_state` even if "state" is empty: the call also compares the ranks' parameter
+    # groups, because NorMuon stores its momenta in a group.
     if stamp is not None and (state_dict["state"] or asked is not None):
         if asked is not None:
             shared = adapter.shared_state(optimizer)
@@ -283,7 +283,7 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 class _Request(threading.local):  # other threads may call `state_dict()` at the same time
-    is_ours = False  # whether `parts` calls `state_dict()`
+    is_ours = False  # whether `parts` is calling `state_dict()`
 
 
 _request = _Request()
@@ -389,7 +389,7 @@ def comparable(
     return found
 
 
-# A text (a tensor's dtype and shape, or another value's `repr`), and sums of the tensor's elements.
+# Digest of a value: a text (a tensor's dtype and shape, or the `repr`), and sums of the elements.
 _Digest = tuple[str, tuple[float, ...]]
 
 

@@ -48,8 +48,8 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
     ``param_groups``. That optimizer would train nothing.
     """
     # torch has no hook for a step that raises. So replace the step function, `func`, in the closure
-    # of torch's wrapper (`profile_hook_step`). The wrapper reads `func` after the pre-hooks, so the
-    # current step changes, too. Without a wrapper, the next forward or step calls `restore_all`.
+    # of torch's wrapper (`profile_hook_step`), which reads `func` after the pre-hooks: this changes
+    # even the current step. Without a wrapper, the next forward or step calls `restore_all`.
     step: Any = type(optimizer).step
     while isinstance(step, FunctionType):
         cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=False))
@@ -190,9 +190,9 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: clip_grad_norm_() cannot clip the whole model: "
-                f"this unit trains only on ranks {handle.topology.world.ranks_text}, so the total "
-                "norm would differ between ranks. Call clip_grad_norm_() on each inner "
+                f"{unit_text(handle.unit_name)}: clip_grad_norm_() cannot clip the whole model, "
+                f"because this unit trains only on ranks {handle.topology.world.ranks_text}, and "
+                "the total norm would differ between ranks. Call clip_grad_norm_() on each inner "
                 "ShardedWrapper instead, or compute a norm yourself, and scale the gradients."
             )
 

@@ -16,7 +16,7 @@ from flatshard.options.extras import extra
 
 @dataclass(frozen=True)
 class Placement:
-    """The properties of a sharding strategy. Code that runs steps reads only these properties."""
+    """The properties of a sharding strategy. Training steps depend only on these properties."""
 
     # Whether parameters, gradients and optimizer state are split over the shard group.
     sharded: bool = True
@@ -40,7 +40,7 @@ class Placement:
 
 
 class _SameAsTorchs(enum.Enum):
-    """Base class of enums whose members equal those of torch's enum of the same name."""
+    """Base class of enums that torch has, too. Members equal torch's members of the same name."""
 
     def __eq__(self, other: object) -> bool:
         if type(other).__name__ != type(self).__name__ or not isinstance(other, enum.Enum):
@@ -165,19 +165,19 @@ class BackwardPrefetch(_SameAsTorchs):
 
 
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
-    """Convert the user's ``sharding_strategy`` (an enum's member, a name or None)."""
+    """Return the ``ShardingStrategy`` for the user's value: an enum's member, a name or None."""
     if value is None:
         return ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
     return as_member(ShardingStrategy, value, "sharding_strategy")
 
 
 def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
-    """Convert the user's ``backward_prefetch`` (an enum's member, a name, or None: no prefetch)."""
+    """Return the ``BackwardPrefetch`` for the user's value: an enum's member, a name, or None."""
     return None if value is None else as_member(BackwardPrefetch, value, "backward_prefetch")
 
 
 def as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
-    """Convert the user's ``value`` (a member of ``kind`` or of torch's enum, a name or a value)."""
+    """Convert ``value`` (a member of ``kind`` or of torch's enum, or a name) to a ``kind``."""
     name = value.name if isinstance(value, enum.Enum) else value
     known = {**{one.value: one for one in kind}, **kind.__members__}
     if not isinstance(name, str) or name not in known:

@@ -8,8 +8,8 @@ extra state, users' hooks and ``state_dict()`` of a submodule work as in an unwr
 In an unwrapped model's state dict, the tensors share memory with the parameters, and some classes
 for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
 are full copies of the parameters. So ``WriteThrough`` looks for writes into the copies when the
-model is used next or when a copy is freed, and then copies the written values to the shards. The
-same holds for a tensor that the program has assigned to ``p.data``, which may be ``q.data``.
+model is used next or when a copy is freed, and then copies the written values to the shards. It
+also watches tensors that the program has assigned to ``p.data``, such as ``q.data``.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def _treat_rest(state_dict: StateDict, key: str, to_cpu: bool, is_saving: bool) 
     # With keep_vars=True, the value may be the module's parameter.
     is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
-        # This is a parameter of another unit. Leave it: the other unit's hooks, which run later,
-        # all-gather its parameters on all ranks.
+        # Leave a parameter of another unit in the state dict: the other unit's hooks run later, and
+        # all-gather the parameter on all ranks.
         return
     if not is_saving:
         del state_dict[key]
@@ -295,7 +295,7 @@ class WriteThrough:
     """
 
     def __init__(self) -> None:
-        # Keyed by the id of the weak reference to the tensor.
+        # The watched tensors, keyed by the id of the weak reference to the tensor.
         self.given: dict[int, WatchedCopy] = {}
 
         # Name of a parameter whose copy was written after the shard had changed, or "".
@@ -346,7 +346,7 @@ class WriteThrough:
         lost, self.lost = self.lost, ""
         if lost:
             raise RuntimeError(
-                f"parameter {lost!r}: a tensor of a state_dict(), or one assigned to .data, was "
+                f"parameter {lost!r}: a tensor of state_dict(), or a tensor assigned to .data, was "
                 "written, but the parameter had changed after the tensor was taken or assigned, so "
                 "the written values are lost. Write to the parameter, or to a new state_dict(). To "
                 "change a tensor without the parameter, clone the tensor first. To tie parameters, "
@@ -354,7 +354,7 @@ class WriteThrough:
             )
 
     def take_over(self, some: Sequence[WatchedCopy]) -> None:
-        """Copy values that users wrote into the state dict tensors ``some`` to the shards."""
+        """Copy values that users wrote into the watched tensors ``some`` to the shards."""
         for given in some:
             if given.user() is None and num_uses(local_range(given.copy)) <= ALONE:
                 self.given.pop(id(given.user), None)

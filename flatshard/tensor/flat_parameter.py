@@ -278,7 +278,7 @@ class OriginalParam:
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # For integer parameters `requires_grad` is always False, so this call does not raise.
         self.full.requires_grad_(self.requires_grad)
-        # If `full` is a new object, move the hooks there.
+        # If `full` is a new object, move the hooks to the new object.
         if before is not None and before is not self.full:
             # Share torch's dictionary of hooks, so that users' handles can still remove the hooks.
             self.full._backward_hooks = before._backward_hooks
@@ -319,7 +319,7 @@ class OriginalParam:
         self.taken_grad = NoneType
         if taken is None:
             return grad
-        # Only a swap changes the class, too. But a swap fails if the tensor has weak references.
+        # Only a swap changes the class, too. If weak references prevent the swap, return `grad`.
         put: Any = torch.utils.swap_tensors if self.is_sharded else Tensor.data.__set__  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):
             put(taken, grad)

@@ -1,9 +1,9 @@
 """Functions that run torch's operators on sharded tensors (``FlatShardTensor``).
 
 An element-wise operation needs no communication: each rank runs the operation only on its own range
-of the elements. For random numbers, every rank draws the numbers of the full tensor, and uses only
-those for its own range. In a reduction over all elements, such as a norm, each rank reduces its own
-range, and one collective combines the results.
+of the elements. For random numbers, every rank draws numbers for the full tensor, and uses only the
+numbers for its own range. In a reduction over all elements, such as a norm, each rank reduces its
+own range, and one collective combines the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flatshard.tensor.sharded_tensor import Caller, FlatShardTensor, Origin, Sou
 from flatshard.tensor.unsharded import edge_of, use_outside
 from flatshard.units.module_tree import unit_text
 
-# Dtypes in which elements of narrower dtypes are added.
+# For each narrow dtype: the wider dtype in which elements are added.
 _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 Comms = Sequence[Communicator]
@@ -242,7 +242,7 @@ def _record_write(
     origin = tensor.shard_origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
-        # Ranks compare `written`. With the source OTHER, operands may differ between ranks.
+        # Ranks compare `written`. So do not add operands that may differ between ranks (OTHER).
         if result.source < Source.OTHER:
             text = f"{origin.written}{_role_of(func, operands)}"
             origin.written = f", written {zlib.crc32(text.encode()):08x}"
@@ -423,7 +423,7 @@ def joined_norms(
     parts = [part.abs() if part.is_complex() else part for part in parts]
     on_host = comms[0].host.device if comms else torch.device("cpu")
     device = parts[0].device if parts[0].device.type != "cpu" else on_host
-    # Norm for a tensor of which this rank has no elements. It must not change the result: with a
+    # Norm for a tensor without elements on this rank. This norm must not change the result: with a
     # negative order, infinity raised to the order adds 0 to the sum.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)

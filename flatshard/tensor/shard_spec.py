@@ -1,4 +1,4 @@
-"""``ShardSpec``: this rank's elements of a parameter, and the ranks that store the others."""
+"""``ShardSpec``: this rank's elements of a parameter, and the ranks that store other elements."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flatshard.units.module_tree import unit_text
 
 
 class ParamOwner:
-    """The methods of a model that operations on its sharded parameters call.
+    """Methods of a model, which are called by operations on the model's sharded parameters.
 
-    This base class does nothing. Copies, and parameters whose model was deleted, use an instance.
+    This base class does nothing. It is used for copies, and for parameters of a deleted model.
     """
 
     is_in_forward = False  # whether a forward of the model is running

@@ -83,7 +83,7 @@ _COLLECTIVE_MODULES = (
 
 
 class Source(enum.IntEnum):
-    """Which tensors the values of a sharded tensor were computed from."""
+    """From which tensors a sharded tensor was computed. Each member includes the previous ones."""
 
     PARAMETERS = 0  # only parameters and Python numbers
     GRADIENTS = 1  # also averaged gradients
@@ -111,8 +111,8 @@ class Origin:
 
     Attributes:
         source: which tensors the values were computed from.
-        is_fixed: whether ``source`` stays the same if the tensor is written. True for a parameter
-            and its gradient, because all ranks must write the same full tensors to them.
+        is_fixed: whether ``source`` stays the same if the tensor is written. True for parameters
+            and their gradients, because all ranks must write the same full tensor.
         graph_task: autograd's number of the backward in which flatshard averaged this gradient.
         written: text with a checksum of all in-place operations on the tensor and their operands.
     """
@@ -151,8 +151,8 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
         source = max(source, tensor.shard_origin.source)
         if tensor.shard_origin.is_arriving:
             graph_task = tensor.shard_origin.graph_task
-            # Here, a hook or `torch.autograd.Function` gets the average. DistributedDataParallel
-            # would pass this rank's gradient, and the result (a square) may differ: use OTHER.
+            # A hook or `torch.autograd.Function` gets the average here, but this rank's gradient
+            # under DistributedDataParallel. So its result (a square) may be different: use OTHER.
             source = source if caller is Caller.AUTOGRAD else max(source, Source.OTHER)
     return Origin(source, graph_task=graph_task)
 
@@ -252,7 +252,7 @@ num_flag_writes = 0
 set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _NO_MEMORY = (
     "a sharded tensor (flatshard.FlatShardTensor) was assigned to .data of a plain tensor, or C++ "
-    "code asked for its address. It has no memory of the full shape. Copy values by "
+    "code asked for its address. A sharded tensor has no memory of the full shape. Copy values by "
     "tensor.copy_(), or call full_tensor() on all ranks."
 )
 
@@ -304,9 +304,9 @@ class FlatShardTensor(torch.Tensor):
     shard_unreduced: Tensor | None = None
     shard_version = 0
 
-    # Defaults for the gradient objects of the last step, which `Gradients` fills again instead of
-    # making new ones. They share this origin, which no write changes (`is_fixed`). Programs rarely
-    # read `shard_local`, so it is computed on demand.
+    # `Gradients` fills the gradient objects of the last step again, instead of making new objects.
+    # All of these objects share this origin, which no write changes (`is_fixed`). They compute
+    # `shard_local` on demand, because programs rarely read it.
     shard_origin: Origin = Origin(Source.GRADIENTS, is_fixed=True)
 
     @cached_property
@@ -408,8 +408,8 @@ class FlatShardTensor(torch.Tensor):
         """The tensor without autograd, as ``Tensor.data`` of a plain tensor.
 
         An assignment copies the new values into this rank's range. Later writes to the assigned
-        tensor reach the parameter when the model is used next; steps do not change that tensor.
-        Tensors that users read from ``data`` before the assignment keep the old values.
+        tensor reach the parameter when the model is used next. Steps do not change the assigned
+        tensor. Tensors that users read from ``data`` before the assignment keep the old values.
         """
         return self.detach()
 
@@ -604,7 +604,7 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            # Remove the traceback. It and this frame refer to each other, so the frame's tensors
+            # Remove the traceback: traceback and frame refer to each other, so the frame's tensors
             # would stay in memory until Python's garbage collector runs.
             refused = error.with_traceback(None)
         owner = None if refused.spec is None else refused.spec.owner
@@ -685,7 +685,7 @@ def not_reduced(where: str, caller: str) -> str:
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
     # Operations under ``__torch_dispatch__`` do not increase the shard's version counter, by which
-    # the next unshard sees that the shard has changed since the last all-gather. Increase it here.
+    # the next unshard sees that the shard has changed. So increase the counter here.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 

@@ -112,7 +112,7 @@ class OutsideUse(torch.autograd.Function):
     over the ranks, and returns this rank's range of the average.
     """
 
-    # Number of calls of `forward`. An optimizer that steps in backward compares it to notice calls.
+    # Number of calls of `forward`, by which `step_in_backward` notices uses outside of forward.
     count = 0
 
     @staticmethod
@@ -136,8 +136,8 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
     ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, such a leaf gets this
     rank's full gradient, but a sharded leaf can store only a range of the gradient.
     """
-    # Do not raise inside of a `torch.autograd.Function`, such as a fused loss that computes its
-    # gradient in forward: the gradient that the function returns goes to `_averaged`.
+    # Do not raise inside of a `torch.autograd.Function` of the program (such as a fused loss that
+    # computes its gradient in forward): the function's gradient is averaged by `_averaged`.
     is_of_program = sharded_tensor.caller_of_operator() is sharded_tensor.Caller.PROGRAM
     if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
@@ -150,7 +150,7 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
 
 
 def edge_of(tensor: Tensor) -> Any:
-    """Return the edge by which autograd's graph reaches ``tensor``."""
+    """Return the gradient edge of ``tensor`` (torch's ``GradientEdge``)."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(tensor)
 

@@ -1,4 +1,4 @@
-"""``FlatLayout``: the position of each original parameter in a flat parameter, and its ranks.
+"""``FlatLayout``: where each original parameter is in a flat parameter, and which ranks store it.
 
 The layout depends only on shapes, memory orders, alignment and world size. So every rank knows
 without communication which rank stores an element.

@@ -1,4 +1,4 @@
-"""``ModuleProxy``: is put around a module, and behaves like the module."""
+"""``ModuleProxy``: a module around another module, which behaves like the inner module."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-# Classes whose code, like the code of their subclasses, reads weights of child modules. The set has
-# names: torchvision may not be installed, and older versions of torch lack some of the classes.
+# Names of classes that, like their subclasses, read weights of child modules. Names instead of the
+# classes: torchvision may not be installed, and older versions of torch lack some of the classes.
 _READS_CHILDREN = {
     "torch.nn.modules.activation.MultiheadAttention",
     "torch.nn.modules.loss.LinearCrossEntropyLoss",
@@ -141,7 +141,7 @@ def paths(
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """One location of a parameter: ``module._parameters[attribute]``. ``name`` is the FQN there."""
+    """A location of a parameter: ``module._parameters[attribute]``, with the FQN ``name``."""
 
     module: nn.Module
     attribute: str
@@ -150,7 +150,7 @@ class ParamLocation:
 
 @dataclass
 class ParamInfo:
-    """An original parameter, and all its locations in the model. The first one gives the name."""
+    """An original parameter, and its locations in the model. The first location gives the name."""
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
@@ -168,7 +168,7 @@ class ParamInfo:
 
 
 def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
-    """Return the parameters of a model in registration order, except the ids ``left_alone``."""
+    """Return a model's parameters in registration order. ``left_alone``: ids of omitted tensors."""
     found: dict[int, ParamInfo] = {}
     for path, modules in paths(module):
         inner = modules[-1]

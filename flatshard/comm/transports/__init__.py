@@ -52,8 +52,8 @@ class Members:
         # Sockets must not send messages in the user's `group`: an error would abort the group, and
         # tags could match the tags of the user's messages.
         for_sockets = self.is_gloo and self.options.collectives is not Collectives.NATIVE
-        # Reductions get their own group, because collectives of one group match only by order: a
-        # reduction's gradients may be complete before different all-gathers on different ranks.
+        # Reductions get their own group. In one group, collectives match only by order, but ranks
+        # may start a reduction between different all-gathers.
         with named(self.connecting):
             self.gather_group = new_group(group) if for_sockets else group
             self.reduce_group = new_group(group)
@@ -108,8 +108,8 @@ class ReduceScatter(NamedTuple):
 
     # This rank's gradients, (shard_numel * size,). The transport may overwrite the gradients.
     full: Tensor
-    # Receives this rank's shard of the averages, (shard_numel,). Gradients are added in its dtype,
-    # which may be wider than that of ``full``.
+    # Receives this rank's shard of the averages, (shard_numel,). Gradients are added in the dtype
+    # of ``out``, which may be wider than the dtype of ``full``.
     out: Tensor
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
@@ -175,6 +175,6 @@ class Transport:
         return device.type == "cuda"
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
-        """Return the dtype in which a reduce-scatter of ``dtype`` adds; ``out`` must have it."""
+        """Return the dtype in which a reduce-scatter of ``dtype`` adds: the dtype of ``out``."""
         is_narrow = dtype.is_floating_point and dtype.itemsize < 4
         return torch.float32 if is_narrow and (fixed_order or self.adds_here) else dtype

@@ -34,13 +34,13 @@ from flatshard.units.layout import as_bytes
 
 # Gradients are received and added in pieces. While one piece is added, the next pieces arrive.
 PIECE_BYTES = 2 << 20
-# Number of elements added at once: so few that they stay in the CPU's cache, and that torch adds
-# them without starting a pool of threads.
+# Number of elements added at once. So few elements stay in the CPU's cache, and torch adds them
+# without starting a pool of threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
 def _settle(outcome: Future[Any], function: Callable[[], Any]) -> None:
-    """Give the result or the error of ``function`` to ``outcome``."""
+    """Call ``function``, and store the result or the error in ``outcome``."""
     try:
         outcome.set_result(function())
     except BaseException as error:
