@@ -31,7 +31,7 @@ from flatshard.optimizer.state_dicts import StateDict
 
 
 class Writer(dcp.FileSystemWriter):
-    """Torch's writer, but every Python version reads the metadata; a full disk raises OSError."""
+    """Torch's writer, with metadata for every Python version, and OSError for a full disk."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -65,7 +65,7 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Replaces ``getattr``, by which pickles from early Python 3.11 load the members of an enum."""
+    """Replaces ``getattr``, which pickles of enum members from early Python 3.11 releases call."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind[name]
     raise pickle.UnpicklingError("the file has a builtins.getattr, whose loading may run code")
@@ -90,7 +90,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def incomplete_tensors(metadata: Any) -> list[str]:
-    """From DCP's ``Metadata``, return the names of tensors of which the files lack some values."""
+    """Return the names of tensors with missing values. ``metadata``: DCP's ``Metadata``."""
     entries = metadata.state_dict_metadata
     incomplete = [key for key in metadata.planner_data or () if key not in entries]
     for key, entry in entries.items():
@@ -167,7 +167,7 @@ class Saved:
             targets[key] = held
             if size is not None and not (isinstance(held, Tensor) and held.shape == size):
                 # Read state with one element into an unsharded tensor. Even if the parameter has
-                # one element, this may be a step counter: `OptimState.to_load` decides later.
+                # one element, the state may be a step counter: `OptimState.to_load` decides later.
                 is_alike = isinstance(param, Tensor) and param.shape == size and size.numel() > 1
                 like: Any = param if is_alike else torch.empty(0)
                 targets[key] = like.new_empty(size, dtype=saved.properties.dtype)

@@ -3,7 +3,7 @@
 [Note: a checkpoint is either complete or absent]
 Ranks write files into ``NAME.incomplete`` and sync them to the disk. Then rank 0 writes the marker
 ``flatshard.json``, syncs the folder, and renames the folder to ``NAME``. If a process is killed
-earlier, ``NAME.incomplete`` stays until the next save. A deletion first renames ``NAME`` back.
+earlier, ``NAME.incomplete`` stays until the next save. A deletion first undoes the renaming.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def check_sums(folder: Path, marker: Marker, names: Iterable[str]) -> None:
 
 
 def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: float = 0) -> None:
-    """Wait at most ``wait`` seconds until each file exists and has its length in bytes."""
+    """Wait up to ``wait`` seconds until each file has its expected length. If not, raise."""
     deadline = time.monotonic() + wait
     for name, expected in lengths.items():
         path = folder / name
@@ -152,7 +152,7 @@ class ZipStream(io.BufferedWriter):
         return count
 
     def flush(self) -> None:
-        # After an error, torch flushes this stream once more, when the stream is closed already.
+        # After an error, torch flushes this stream again, although the stream is already closed.
         if not self.closed:
             super().flush()
 
@@ -194,7 +194,7 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Write the marker, rename the temporary folder to ``path``, and delete old checkpoints."""
     folder = incomplete(path)
-    # Make this time the latest: if hosts' clocks differ, an earlier checkpoint may have a later
+    # Give this save the latest time: if hosts' clocks differ, an earlier save may have a later
     # time. Then `latest` would return the earlier checkpoint, and `keep` would delete this one.
     last = max(_complete_in(path.parent), default=(0.0, None))[0]
     marker = replace(marker, saved_at=max(time.time(), math.nextafter(last, math.inf)))
@@ -224,5 +224,5 @@ def sync(path: Path) -> None:
 
 
 def _series(path: Path) -> str:
-    """Return the name with 0 for each number: one text for all saves of a training run."""
+    """Replace each number in the name by 0. All saves of a training run get the same text."""
     return re.sub(r"\d+", "0", path.name)

@@ -28,7 +28,7 @@ def load(
     scheduler: Any = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Load a checkpoint that ``save`` wrote, on any number of ranks, to resume training.
+    """Load a checkpoint of ``save`` to resume training, on any number of ranks.
 
     Each rank reads its own shards directly into their memory. No tensor is sent, and no rank holds
     the full model. Rank r also restores the states of rank r's random number generators. If the
@@ -82,7 +82,7 @@ def load(
         return load_safely(file, file)  # type: ignore[no-any-return]
 
     def prepare() -> tuple[tuple[folders.Marker, Saved, StateDict, StateDict], Facts]:
-        # Call `sharded` first, because it is collective for some optimizers: a rank that raised
+        # Call `sharded` first. The call is collective for some optimizers, so a rank that raised
         # before this line would leave the other ranks waiting.
         states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         if not is_given:

@@ -591,7 +591,7 @@ def _entries_of(shards: ModelShards, to_load: nn.Module | None = None) -> dict[s
     """Return this rank's elements of each entry of a model's state dict.
 
     ``to_load``: the model, if the entries will be overwritten. Then the entries must be the model's
-    own tensors. Raises for copies by hooks (of a buffer in its original dtype, for example).
+    own tensors. Raises if a hook has replaced a tensor by a copy (in another dtype, for example).
     """
     replicas_of = shards.replicas()
     entries: dict[str, EntryShard] = {}
@@ -656,8 +656,8 @@ def _read(entries: Entries, places: Places) -> None:
             if values.numel():
                 move(places[name], one.local, to_file=False)
             if one.replicas is None:
-                # If the tensor has gaps in memory, `values` is a flat copy of the tensor. Then copy
-                # the values from the copy into the tensor.
+                # If the tensor has gaps in memory, `values` is a copy, not a view. Then write the
+                # values back into the tensor.
                 if values.data_ptr() != one.entry.data_ptr():
                     permuted = one.entry.permute(tuple(order))
                     permuted.copy_(values.view(permuted.shape))

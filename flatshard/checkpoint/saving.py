@@ -31,7 +31,7 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 _DESTROYED = (
     "the process group was destroyed before the save was complete. Call wait() on the object that "
-    "save() returned before destroy_process_group()."
+    "save() returned, and only then destroy_process_group()."
 )
 # Values of these types need no trial save in `_check_loads`: they load without running code.
 _PLAIN = {int, float, bool, str, type(None), Tensor, StateShard}
@@ -117,7 +117,7 @@ def save(
     # If one rank fails here, all ranks raise before any file is written.
     take = partial(one.take, training, scheduler, extra, copies=async_)
     for kind, values in agreed(take, [ranks], one.op_name, _REMEDY):
-        # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
+        # A rank may lack the state of a parameter. Then DCP saves this state from another rank.
         check_same_state(values, ranks, kind, some_may_lack=True)
     ranks.on_first(partial(folders.begin, one.path, keep), one.op_name)
     if async_:
@@ -131,7 +131,7 @@ def save(
 
 
 def _text_of(tensor: Tensor) -> str:
-    """Return a text that is equal on all ranks if a tensor of ``extra`` is, on any device."""
+    """Return a text for a tensor in ``extra``. Equal tensors get equal texts, on any device."""
     if tensor.is_meta:
         return repr(tensor)
     # A text of all elements of a large tensor would take more time than the save.
@@ -189,17 +189,17 @@ class Save:
     ) -> tuple[list[tuple[str, dict[str, Any]]], Facts]:
         """Set ``tensors``, ``own`` and ``step``, and return values that ranks must compare.
 
-        These are each optimizer's class and unsharded state, and the ``Facts``. With ``copies``,
-        ``tensors`` are copies in host memory, so training may continue after this call.
+        The values are each optimizer's class and unsharded state, and texts (``Facts``). With
+        ``copies``, ``tensors`` are copies in host memory: training may continue after this call.
         """
         rest = None
-        # Call `sharded` first, because it is collective for some optimizers: a rank that raised
+        # Call `sharded` first. The call is collective for some optimizers, so a rank that raised
         # before this line would leave the other ranks waiting.
         states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         model = training.shards.state_dict()
         if self.ranks.rank > 0:
-            # DCP would save the values of any rank. Save rank 0's buffers and ignored parameters,
-            # as a program with DistributedDataParallel does.
+            # DCP would save buffers and ignored parameters of an arbitrary rank. Save rank 0's, as
+            # a program with DistributedDataParallel does.
             params = training.plain.named_parameters(remove_duplicate=False)
             alike = {name for name, p in params if is_wrapped(p) or not training.shards.units}
             model = {n: v for n, v in model.items() if isinstance(v, FlatShardTensor) or n in alike}

@@ -42,7 +42,7 @@ class Source:
 
     # Other names of tied tensors, mapped to the name under which `tensors` has the tensor.
     ties: dict[str, str] = field(default_factory=dict)
-    # Names of tensors of which the files lack some values.
+    # Names of tensors with values that the files lack.
     incomplete: list[str] = field(default_factory=list)
 
     def check_complete(self, parts: Collection[str] | None = None) -> None:
@@ -58,7 +58,7 @@ class Source:
             )
 
     def model(self, key: str | None = None) -> dict[str, Names]:
-        """Return the names of the model's tensors, also tied ones, mapped to keys in ``tensors``.
+        """Map the names of the model's tensors, including tied names, to keys in ``tensors``.
 
         ``key`` ("app.model", for example) is the entry of the checkpoint that contains the model.
         If None, the entry has one of the usual names (model, module, state_dict,
@@ -288,7 +288,7 @@ def _write_torch(
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")
     with contextlib.ExitStack() as undo:
-        undo.callback(beside.unlink, missing_ok=True)  # does nothing once the file was renamed
+        undo.callback(beside.unlink, missing_ok=True)  # does nothing after the renaming below
         with torch.serialization.skip_data(), folders.zip_stream(beside) as stream:
             torch.save(state, stream)
             # Allocate disk space first: otherwise the file has a hole here, and on a full disk, a

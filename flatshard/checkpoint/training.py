@@ -1,7 +1,7 @@
-"""``Training``: the model and optimizer of a save or load. ``HostRanks``: exchanges of objects.
+"""``Training``: the model and optimizer of a save or load. ``HostRanks``: exchanges objects.
 
-The exchanges use a separate process group, so the thread of a ``PendingSave`` can use them while
-training continues.
+``HostRanks`` uses a separate process group, so the thread of a ``PendingSave`` can exchange objects
+while training continues.
 
 [Note: values that DCP would lose]
 DCP stores each tensor in a list or dict separately. But DCP pickles a tuple or a deque as a whole,
@@ -39,7 +39,7 @@ from flatshard.state.optim_state import OptimState
 T = TypeVar("T")
 _logger = logging.getLogger("flatshard.checkpoint")
 
-# Exchanges that `HostRanks.of` has made, keyed by the process group that trains the model.
+# Results of `HostRanks.of`, keyed by the process group that trains the model.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +52,7 @@ class HostRanks(HostExchange):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
-        """Return the exchange for ``group``, over a new group. Collective at the first call."""
+        """Return an instance for the ranks of ``group``. Collective at the first call."""
         if group is None or group.size() == 1 or is_fake(group):
             return cls(None)
         if group not in _known:
@@ -61,7 +61,7 @@ class HostRanks(HostExchange):
         return _known[group]
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
-        """Run ``work`` and return its result. If it raises on any rank, all raise. Collective."""
+        """Run ``work`` and return its result; if any rank raises, all ranks raise. Collective."""
         return agreed(lambda: (work(), {}), [self], op_name, "")
 
     def on_first(self, work: Callable[[], object], op_name: str) -> None:
@@ -137,7 +137,7 @@ def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
         if others := [*(state.keys() - whole.keys()), *(state["state"].keys() - owner.keys())]:
             raise ValueError(
                 f"optimizer {name!r} has state {others[0]!r}, which belongs to no parameter. Such "
-                "state can be saved only for a single optimizer: save each optimizer in a folder."
+                "state can be saved only for a single optimizer: save each in its own folder."
             )
         whole["state"] |= state["state"]
         whole["param_groups"] += state["param_groups"]
@@ -145,7 +145,7 @@ def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
-    """Return this rank's shards of a sharded model, and an exchange between its ranks. Collective.
+    """Return this rank's shards of a sharded model, and the model's ``HostRanks``. Collective.
 
     Raises:
         ValueError: the model is unwrapped.
@@ -262,7 +262,7 @@ def _dcp_names(keys: list[Any]) -> list[str]:
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
-    # A deque or dict counts even without tensors: DCP pickles deques, and turns keys into texts.
+    # Say yes for all deques and dicts: DCP would pickle a deque, and turn a dict's keys into texts.
     return isinstance(value, Tensor | Mapping | deque)
 
 

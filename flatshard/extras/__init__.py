@@ -34,7 +34,7 @@ def is_program(path: str) -> bool:
 
 
 def program_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's program in the stack of ``frame`` ("": none)."""
+    """Return the innermost line of the user's program in the stack of ``frame``, or ""."""
     for one, number in traceback.walk_stack(frame) if frame else ():
         path = one.f_code.co_filename
         if is_program(path):

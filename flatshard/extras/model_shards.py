@@ -28,7 +28,7 @@ class ModelShards:
         self.parts = parts
         self._model, self.units = model, [part.unit for part in parts]
         self._handles = [handle for unit in self.units for handle in unit.handles]
-        # Use the unit with the most ranks, because some units train on only a part of the ranks.
+        # The ranks of the unit with the most ranks: some units train on only a part of the ranks.
         worlds = (unit.topology.world for unit in self.units)
         self.world = max(worlds, key=lambda one: one.size, default=ALONE)
 
@@ -63,11 +63,11 @@ class ModelShards:
         }
 
     def mark_written(self) -> None:
-        """Call after writing into the memory of shards: marks unsharded copies as out of date."""
+        """Mark unsharded copies as out of date. Call after writing into the memory of shards."""
         for unit in self.units:
             unit.count_load("a checkpoint")
         for handle in self._handles:
-            # Increase the version counters: reading a file directly into memory leaves them as is.
+            # Increase the version counters: reading a file into the memory has not changed them.
             written = handle.sharded if handle.is_whole else [handle.flat_param]
             torch.autograd.graph.increment_version(written)
             handle.page_out()

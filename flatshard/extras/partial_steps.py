@@ -29,7 +29,7 @@ def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
 
 
 def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: Any) -> str | None:
-    """Step the parameters of ``groups`` in place of the optimizer's own groups, without hooks.
+    """Step the parameters in ``groups`` instead of the optimizer's own groups, without hooks.
 
     Returns the name of an option that the step has changed in a group, or None if there is none.
     """
@@ -48,9 +48,9 @@ def step_parts(optimizer: Optimizer, parts: list[dict[str, Any]]) -> None:
     """Step only the parameters in ``parts``. Results are bitwise the same as those of ``step()``.
 
     The optimizer must be element-wise. Its hooks are not called. ``parts``: copies of parameter
-    groups. Each copy has only consecutive parameters of the group: the optimizer steps neighbouring
-    parameters as a single range (bucket) of a flat shard, and other parameters may lie between two
-    parts. Raises NotImplementedError if the optimizer changes an option of a group in each step.
+    groups, each with consecutive parameters of the group. So the same neighbours as in ``step()``
+    are stepped together, as one range (bucket) of a flat shard. Raises NotImplementedError if the
+    optimizer changes an option of a group in each step.
     """
     adapter = adapter_of(optimizer)
     assert isinstance(adapter, adapters.BucketAdapter), "element-wise"

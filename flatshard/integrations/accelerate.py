@@ -153,7 +153,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if others:
                 stack.enter_context(super().join_uneven_inputs(others, even_batches))
             elif even_batches is not None:
-                # Set `even_batches` here: accelerate's method would raise without a model for Join.
+                # Set `even_batches` here: accelerate's method raises if all models are wrapped.
                 samplers: list[Any] = [one.batch_sampler for one in self._dataloaders]
                 for sampler in samplers:
                     if hasattr(sampler, "even_batches"):

@@ -153,7 +153,7 @@ class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: igno
 def _generate(
     model: nn.Module, generate: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any
 ) -> Any:
-    """Call ``generate``, a method of the unwrapped model whose parameters ``model`` shards."""
+    """Call the unwrapped model's method ``generate``. ``model``: the wrapper around the model."""
     # With `synced_gpus`, a rank whose texts are complete runs forwards until all ranks are done:
     # all-gathers need every rank. transformers does not know that the model is sharded.
     is_sharded = any(not unit.is_summoned for unit in units_in(model))

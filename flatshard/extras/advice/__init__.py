@@ -32,8 +32,8 @@ def about(plan: ModelPlan) -> list[str]:
     modules = {*plan.settings_of, *plan.sharded_before}
     if plan.divergent and plan.divergent.isdisjoint(modules):
         found.append(
-            "allow_divergence has no effect, because none of the given modules is a unit: outer "
-            "units all-gather their parameters. Make the modules units (auto_wrap_policy)."
+            "allow_divergence has no effect, because none of the given modules is a unit: their "
+            "parameters belong to outer units. Make the modules units (auto_wrap_policy)."
         )
     if ignored.is_elsewhere:
         found.append(

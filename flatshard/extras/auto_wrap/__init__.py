@@ -128,9 +128,9 @@ class AutoUnits:
             next((module for module in containers if module in self._held), None)
             for containers in self._containers.values()
         }
-        # Do not dissolve blocks. The root stays unsharded throughout a step, and the memory of an
-        # unsharded block costs more than its own small all-gather. Dissolve the smallest modules
-        # first. The sort is stable, so modules of equal size stay in the order of the model.
+        # Do not dissolve blocks. The root stays unsharded throughout a step, and the memory of a
+        # block in the root costs more than a separate small all-gather. Dissolve the smallest
+        # modules first. The sort is stable: modules of equal size stay in the order of the model.
         singles = [m for m in self._held if m in outermost and not self.is_closed_block(m)]
         for module in sorted(singles, key=self._held.__getitem__):
             missing = 0 < self._left[root] < MIN_UNIT_NUMEL

@@ -62,7 +62,7 @@ class AverageOver(StepExtension):
             extension.needs_gradients(_NAME)
 
     def _accumulated(self) -> list[tuple[int, int]]:
-        """Return values by which to see whether a backward has accumulated gradients."""
+        """Return values that change if a backward accumulates gradients."""
         slots = (slot for one in self._state.handles for slot in one.grads.slots.values())
         return [(id(slot), slot._version) for slot in slots]
 
@@ -89,7 +89,7 @@ class AverageOver(StepExtension):
         return bytes([any(counts)]) + (bytes(8 * world.rank) + mine).ljust(8 * world.size, b"\0")
 
     def tally(self, maxima: bytes) -> None:
-        """Set the scale of the published gradients. Raises on all ranks if a count is wrong."""
+        """Set the factor for reduced gradients. Raises on all ranks if a count is wrong."""
         state = self._state
         if all(unit.sync is not GradSync.FULL for unit in state.units):
             return
@@ -120,7 +120,7 @@ class AverageOver(StepExtension):
         if not any(counts.values()):
             problems.append("the counts of all ranks add up to 0")
         if not state.is_reducing:
-            problems.append("this backward reduces only some units; use no_sync() alone")
+            problems.append("this backward reduces only some units; use no_sync() with no argument")
         if any(handle.grads.plan.comm_hook is not None for handle in state.handles):
             problems.append("a communication hook is registered, which may not average over ranks")
         if problems:

@@ -53,7 +53,7 @@ def as_boundary(value: object) -> Boundary:
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:
-    """Return the size, in elements, of the blocks (such as rows) that must stay on one rank."""
+    """Return the number of elements in a block (such as a row), which must stay on one rank."""
     if isinstance(boundary, int):
         return boundary
     if boundary == "element" or not span.numel:
@@ -65,7 +65,7 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
 
 
 def move_all(flats: Collection[FlatParamPlan], boundary: Boundary, name: str, first: int) -> None:
-    """Move parameters of unit ``name``: no shard may end inside a block. May raise ValueError."""
+    """Move the parameters of unit ``name`` so that no shard ends inside a block, or raise."""
     for plan in flats:
         plan.layout = move(plan.layout, boundary, plan.dtype.itemsize, first)
         infos = {info.name: info for info in plan.infos}
@@ -128,7 +128,7 @@ def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
     """Return numbers of elements. ``move`` tries multiples of each number as shard lengths."""
-    # If two shard ends cut a parameter, the shard length must be a multiple of its block size.
+    # If two shard ends cut a parameter, the shard length must be a multiple of the block size.
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):
         joint = math.lcm(found[-1], block)

@@ -105,7 +105,7 @@ class ComparedSteps:
         facts: Facts = {}
         for group in optimizer.param_groups:
             ids = tuple(map(id, group["params"]))
-            if ids not in self._groups:  # cached: a scheduler may change the options in each step
+            if ids not in self._groups:  # once per group: steps change only options
                 # Sort: a program may collect parameters in a set, whose order may differ by rank.
                 inside = sorted(self._names[one] for one in ids if one in self._names)
                 checksum = crc32(repr(inside).encode())
@@ -129,8 +129,8 @@ class _Seen:
         # First entry: `ComparedSteps.num_made`, because a new model may contain the optimizer's
         # parameters. Other entries: the options and the number of parameters of each group.
         self.options: list[Any] = []
-        # For each model that the optimizer steps: the facts to compare, their digest, and the names
-        # and parameters that all ranks of the model train.
+        # For each model that the optimizer steps: the facts to compare, their digest, and the
+        # parameters that all ranks of the model train (their names, and the objects).
         self.facts: list[tuple[ComparedSteps, Facts, int, list[str], list[Tensor]]] = []
 
     def update(self, optimizer: Optimizer, options: list[Any]) -> None:
@@ -185,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a text that is equal on ranks whose processors round differently."""
+    """Return a text that stays equal if the ranks' processors round numbers differently."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))})"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

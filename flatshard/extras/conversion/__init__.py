@@ -59,7 +59,7 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
         root.module._apply(fn, recurse)
         for module in root.modules():
             # A mixed precision policy has cast buffers, and `module.to(dtype)` must not undo the
-            # cast. Change only the recorded dtype of the buffers, which state dicts use.
+            # cast. Change only the buffers' recorded original dtypes, which state dicts use.
             _, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
             own |= {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.items()}
             cast_again(module)
@@ -79,8 +79,8 @@ def _changes(shard: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
 def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
     """Replace the shard and the gradients of ``handle`` with the tensors that ``fn`` returns."""
     handle.reshard()
-    # Wait for the all-gather that refreshes the secondary shard. In this all-gather, other ranks
-    # read the memory of this rank's shard, which the code below frees.
+    # Wait for the all-gather that refreshes secondary shards (of a hybrid strategy). In this
+    # all-gather, other ranks read the memory of this rank's shard, which the code below frees.
     if handle.gather.secondary is not None:
         handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
@@ -133,8 +133,8 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
     twin: ModuleProxy = type(root).__new__(type(root))
     memo[id(root)] = twin
     twin.__dict__.update(copy.deepcopy(root.__dict__, memo))
-    # If a module defines `__reduce__`, `deepcopy` copies the module's hooks first, and their weak
-    # references then refer to a temporary copy of the module.
+    # If a module defines `__reduce__`, `deepcopy` copies the module's hooks first. The weak
+    # references in these hooks then refer to a temporary copy of the module: set them again.
     hook: Any
     for module in twin.modules():
         for hook in module._load_state_dict_pre_hooks.values():

@@ -133,7 +133,7 @@ class Watchdog(CollectiveWatch):
     def _look(self) -> None:
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
         # Leave out autograd's threads (one per accelerator, not started by Python): while they run,
-        # the thread in `backward()` waits for them, and begins no collectives.
+        # the thread that called `backward()` waits, and begins no collectives.
         ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
         self._users = {one.ident or 0 for one in ours} & stacks.keys()
         self._waits = {

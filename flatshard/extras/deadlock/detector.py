@@ -99,7 +99,7 @@ class _Report(NamedTuple):
         return json.dumps(self._replace(need=need))
 
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
-        """Whether this wait needs ``rank``, which has begun ``begun``, to begin a collective."""
+        """Whether this wait ends only after ``rank`` has begun more collectives than ``begun``."""
         need = self.need
         for_all = len(need.ranks) > _ASKED and program.is_member(rank, need.group)
         return (for_all or rank in need.ranks) and _missing(need, begun) > 0
@@ -167,7 +167,7 @@ class Deadlock:
             if is_soon:
                 self._give_up(wait)
             return
-        # Keep the first reports of the same waits: the proof needs two reports of each wait.
+        # While the waits are the same, keep the first reports: the proof compares two reports.
         waits, before = ({r: one.wait for r, one in x.items()} for x in (stuck, self._before))
         if waits != before:
             self._before = stuck
@@ -177,7 +177,7 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        # A collective of the program raises an error of the backend, without the reason.
+        # Log the reason, which the backend's error for a collective of the program lacks.
         if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
@@ -233,8 +233,8 @@ class Deadlock:
         with contextlib.suppress(Exception):  # the process that serves the store may have ended
             _publish(self._store, _NO_WAIT)
             is_open = wait.need.kind == PROGRAM and wait.verdict is None
-            # The wait was for a collective of the user's program, whose error lacks the reason. If
-            # another rank has published the reason meanwhile, log it.
+            # If a collective of the user's program fails, its error lacks the reason. If another
+            # rank has published the reason in the meantime, log the reason.
             if is_open and (finding := _told(self._store, wait.need)):
                 self._note(wait, finding)
 
@@ -285,7 +285,7 @@ def explain(wait: BlockedWait) -> str | None:
 
 def _why(need: WaitCondition) -> str | None:
     store = default_store()
-    # Also take findings about earlier waits: another rank may have ended in such a wait.
+    # Also use findings about earlier waits: another rank may have ended in such a wait.
     found = _told(store, need, is_exact=False) or _reason(need, _reports_for(need, store))
     return found and found.text
 
@@ -323,7 +323,7 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
 
 
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
-    """Return a finding if NCCL matched a collective of the program with one of the model.
+    """Return a finding if NCCL matched a collective of the program with the model's collective.
 
     NCCL matches the n-th collective of a rank in a process group with the n-th of every other rank.
     """
@@ -345,9 +345,9 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
 
 
 def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
-    """Count the NCCL collectives that a rank has begun in ``group``: all, and the user program's.
+    """Return how many NCCL collectives a rank has begun in ``group``: all, and the program's own.
 
-    Returns (0, 0) if the rank has begun none, or none of flatshard's.
+    Returns (0, 0) if the rank has begun no collective, or no collective of flatshard.
     """
     # Names under which flatshard's collectives are recorded.
     names = (group, f"{group} on cuda")
@@ -431,8 +431,8 @@ def default_store() -> Any:
         store = world.get_group_store()
         if is_fake(world):  # no other ranks exist, and torch 2.11's FakeStore has no `add`
             store = dist.HashStore()  # type: ignore[attr-defined]
-        # After an error, a program may destroy its process group, and make a new one with the same
-        # store, which still has the old reports. So count the groups that this rank has made.
+        # After an error, a program may destroy its process group, and make a new group with the
+        # same store, which still has the old reports. So the prefix has the number of the group.
         number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

@@ -262,8 +262,8 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
         # The keys of "pg_status" number the NCCL groups in the order of their creation, including
         # destroyed groups. The entries (incomplete operations) have the key and the group's name.
         name_of = {str(one["pg_id"]): one["process_group"][0] for one in dumped.get("entries", ())}
-        # Without entries, all collectives are complete, or the recorder is off. Then use the keys
-        # as indices into `groups`. The indices are wrong if a group was destroyed.
+        # Without entries (all collectives are complete, or the recorder is off), use the keys as
+        # indices into `groups`. The indices are wrong if a group was destroyed.
         groups, found = [*backends], {}
         group_of = {group.group_name: group for group in groups}
         for key, counts in dumped["pg_status"].items():
@@ -301,14 +301,14 @@ def _place_of(thread: int) -> tuple[int, int, int] | None:
     """Return where ``thread``, or a thread of autograd, may wait for the GPU; otherwise None.
 
     Returns the thread's identifier, the id of the frame, and the offset of the instruction (or
-    ``_IN_POLLS``). Python did not start autograd's threads, which run the program's hooks.
+    ``_IN_POLLS``). Autograd's threads, which run hooks, are the threads not started by Python.
     """
     of_python = {
         one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)
     }
     # Do not keep a frame while the slow `_can_wait` runs: a frame keeps the function's variables
-    # alive, for example a view of a parameter that is about to be resharded. The last element maps
-    # the code of each function in the stack to the id of its frame.
+    # alive, for example a view of a parameter that is about to be resharded. The dict in each entry
+    # maps the code of each function in the stack to the id of its frame.
     stacks = [
         (
             *(other, id(frame), frame.f_code, frame.f_lasti),

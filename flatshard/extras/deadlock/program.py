@@ -125,7 +125,7 @@ def own_wait(thread: int, before: OwnWait | None) -> OwnWait | None:
         return None
     if before is not None and before.work() is work:
         return before
-    # Name the outermost function of `torch.distributed`, because some collectives call others.
+    # Name the outermost function of torch.distributed: some collectives call other collectives.
     codes = (one.f_code for one, _ in traceback.walk_stack(frame))
     in_torch = takewhile(lambda code: code.co_filename.startswith(_TORCH), codes)
     names = [code.co_name for code in in_torch if code.co_filename == _C10D]
@@ -133,7 +133,7 @@ def own_wait(thread: int, before: OwnWait | None) -> OwnWait | None:
 
 
 def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup] | None:
-    """Return name and group of the collective of the program that raised an error, or None."""
+    """Return name and group of the program's collective that raised an error, or None."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     names = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename == _C10D]
     if not names or frames[-1].f_code.co_filename != _C10D:

@@ -85,7 +85,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
         self._written: set[FlatParamHandle] = set()
         # For each flat parameter: whether all values are compared, and the values before forward.
         self._values: dict[FlatParamHandle, tuple[bool, Tensor]] = {}
-        # Which of the compared values the current forward has changed, as bool tensors.
+        # Bool tensors: True for each compared value that the current forward has changed.
         self._compared: list[tuple[FlatParamHandle, Tensor]] = []
         # Functions that return the results of earlier forwards, made by `_copy_differences`.
         self._unread: list[Callable[[], list[Any]]] = []
@@ -196,7 +196,7 @@ def _check_order(group: Communicator, device: torch.device, output: object) -> N
 
 
 def _spoil(tensor: Tensor, where: Tensor) -> None:
-    """Overwrite ``tensor``, if it has memory, with NaN (-1 for integers) if ``where`` is true."""
+    """If ``where`` is true, overwrite ``tensor`` with NaN (-1 for integers)."""
     has_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not has_memory or tensor.layout is not torch.strided:
         return
@@ -216,14 +216,14 @@ def _spoil(tensor: Tensor, where: Tensor) -> None:
 
 
 class StateWrites(WriteThrough):
-    """``WriteThrough`` that on accelerators also finds writes without a change of the version."""
+    """``WriteThrough`` that also finds writes to accelerator tensors that change no version."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Version and some values of each watched tensor, when the shard last had equal values.
+        # Version and some values of each watched tensor, when tensor and shard were last equal.
         self._values: WeakKeyDictionary[WatchedCopy, tuple[int, Tensor]] = WeakKeyDictionary()
         # Comparisons whose results the host has not read yet. In all of them, the shard has changed
-        # since tensor and shard had equal values, so values that the user has written are lost.
+        # since tensor and shard were equal, so values that the user writes to the tensor are lost.
         self._unread: list[Callable[[], list[Any]]] = []
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
@@ -239,7 +239,7 @@ class StateWrites(WriteThrough):
 
         The host waits for the device if the values of a tensor can still be copied to the shards,
         or if the user has freed a tensor. Otherwise the written values are lost anyway, and the
-        next call raises.
+        next call of ``take_over`` raises.
         """
         while self._unread:
             self._mark(self._unread.pop(0)())

@@ -48,8 +48,8 @@ from flatshard.units.module_tree import unit_text
 # None if the C library is not glibc.
 _malloc_trim = mapped_files.c_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
 _mallopt = mapped_files.c_function("mallopt", ctypes.c_int, ctypes.c_int, ctypes.c_int)
-# Options of glibc's `mallopt`, and their value. Free memory of `_THRESHOLD` bytes at the end of the
-# heap is returned to the system, and blocks of this size lie outside of the heap (glibc's default).
+# Two options of glibc's `mallopt`, and their value, glibc's default. From this size on, free memory
+# at the end of the heap is returned to the system, and new blocks are made outside of the heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _THRESHOLD = -1, -3, 128 << 10
 
 # Length in bytes of each mapped file, keyed by the address at which the file is mapped.
@@ -208,7 +208,7 @@ def find_targets(plan: ModelPlan) -> OffloadTargets:
                 disk.reserve(nbytes, f"{unit_text(planned.name)} (shards and gradients)")
     except (ValueError, OffloadError) as found:
         error = found
-    # Raise on all ranks, even if only some fail: the others would wait in the next collective.
+    # Raise on all ranks, even if only some fail: other ranks would wait in the next collective.
     raise_everywhere(error, plan.settings.ranks.world)
     return targets
 
@@ -368,6 +368,6 @@ def _bytes_per_element(
 # This module is imported when the first model with `CPUOffload(path=...)` is wrapped.
 _steps = DiskSteps()
 adapter.extensions.append(_steps)
-# torch runs this global hook after the optimizer's own hooks, so after flatshard's own hook, which
-# puts the sharded parameters and the state back.
+# torch runs global hooks after an optimizer's own hooks. So `_after_step` runs after the hook by
+# which flatshard restores the sharded parameters and their state.
 register_optimizer_step_post_hook(_after_step)

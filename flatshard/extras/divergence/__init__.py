@@ -71,7 +71,7 @@ class DivergentUnits(StepExtension):
             unit.reshard(ReshardPoint.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
             # `Forward.unshard` puts the full parameters into the modules, but is skipped for a unit
-            # in phase FORWARD that is already unsharded. So leave such a unit in another phase.
+            # that is unsharded and in phase FORWARD. So leave an unsharded unit in another phase.
             if not unit.is_current:
                 unit.phase = Phase.FORWARD
 
@@ -81,8 +81,8 @@ class DivergentUnits(StepExtension):
             if failed and unit.is_prefetched:
                 continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Wait even if no forward used the unit: the other ranks do not write their shards
-                # until this rank has read the shards.
+                # Wait even if no forward used the unit: other ranks may not write their shards
+                # until this rank has received them.
                 handle.wait_unshard()
                 if not handle.shard_is_buffer:
                     handle.put_back()

@@ -6,8 +6,8 @@ Without this folder, ``ShardedWrapper.join()`` raises ``MissingExtraError``.
 A rank without input still holds shards and optimizer state, so it must take part in all
 collectives. The ranks with input announce each action (a forward, an all-gather, the end of a
 backward, clipping, an optimizer's step) in a separate process group, and the ranks without input
-take the same action with gradients of zero. As long as all ranks have input, they announce only
-each forward.
+take the same action with gradients of zero. As long as all ranks have input, the ranks announce
+only forwards.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def joining(
         with (
             torch_optimizer.register_optimizer_step_pre_hook(join.before_step),
             torch_optimizer.register_optimizer_step_post_hook(join.after_step),
-            # With gloo, ranks may compare the names of all-gathers before they begin. A rank
-            # without input learns of an all-gather too late to take part in this comparison.
+            # With gloo, ranks may compare the names of all-gathers before the all-gathers begin. A
+            # rank without input learns of an all-gather too late to take part: compare no names.
             temporarily(histories, announces=False),
-            # Restore these settings of the model, which `Join` changes.
+            # At the end, restore these settings of the model, which `Join` changes.
             temporarily(
                 [context],
                 lacks_ranks=False,
@@ -348,7 +348,7 @@ class Join(StepExtension):
                 old = group[name]
                 group[name] = old.fill_(value) if isinstance(old, Tensor) else value
         params = (param for group in groups for param in group["params"])
-        # Hide gradients of parameters outside of the model. Here, they are from earlier steps.
+        # Hide gradients of parameters outside of the model, which on this rank are out of date.
         with temporarily((one for one in params if one not in self._numbers), grad=None):
             found[0].step()
 

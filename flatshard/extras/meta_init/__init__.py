@@ -133,7 +133,7 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    # A model's constructor in transformers ends with `self.apply(self._init_weights)`.
+    # In transformers, constructors call the model's `_init_weights(module)` for all modules.
     found = getattr(module, "_init_weights", None)
     takes_module = inspect.ismethod(found) and len(inspect.signature(found).parameters) == 1
     return found if takes_module else None
@@ -267,7 +267,7 @@ class MetaInit:
             inner = [] if begins else group
             is_called = needs_values or (by_unit and module in self._resets)
             num_before = len(inner or ())
-            # Not `children()`, which leaves out the module of a wrapper.
+            # Do not use `children()`, which leaves out the module of a wrapper.
             for child in filter(None, module._modules.values()):
                 visit(child, inner)
             if inner is not None and is_called:
@@ -339,7 +339,7 @@ class MetaInit:
                     handle.put_back()
 
     def _fill_unsaved(self, module: nn.Module) -> None:
-        """Initialise a module left by ``leave_empty``, if only non-persistent buffers are empty."""
+        """Initialise a module if only non-persistent buffers are empty: no state dict has them."""
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
             for slot in slots:
@@ -367,7 +367,7 @@ class MetaInit:
             )
         if LEFT_EMPTY in slot.module.__dict__:
             # A parameter of a left-empty module needs no full tensor, because the shard already has
-            # memory. But a buffer has no shard, and a tensor to be sent by rank 0 must be full.
+            # memory. But a buffer has no shard, and rank 0 can send only a full tensor.
             if tensor.is_meta and (self._start.sends or slot.handle is None):
                 slot.allocate(self._device)
         elif tensor.is_meta:

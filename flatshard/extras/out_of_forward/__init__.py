@@ -69,7 +69,7 @@ class OutOfForwardUse(ParamOwner):
     def assign(self, tensor: FlatShardTensor, value: Tensor) -> None:
         if value.is_inference() or not tensor.is_unit_parameter:
             return super().assign(tensor, value)
-        if isinstance(value, Parameter):  # a weak reference to it would prevent `model.to()`
+        if isinstance(value, Parameter):  # `model.to()` fails for parameters with weak references
             value = value.detach()
         handle = self._handles[tensor.spec]
         handle.unit.state_dict.writes.assign(handle, tensor.spec.original, value)
@@ -80,7 +80,7 @@ class OutOfForwardUse(ParamOwner):
     def bring_back(self, spec: ShardSpec) -> bool:
         handle = self._handles[spec]
         # Backward does not unshard flat parameters that have only embedding tables, because the
-        # backward of a lookup does not read the table. But this other operation reads the table.
+        # backward of a lookup does not read the table. But operations other than lookups do.
         is_backward = handle.unit.phase is Phase.BACKWARD and self._backward.is_running
         if handle.is_lookup and is_backward:
             self._backward.unshard_again(handle.unit)
@@ -166,7 +166,7 @@ class OutOfForwardUse(ParamOwner):
             params = {id(t): t.spec.original.full for t in sharded if t.is_unit_parameter}
             result = as_views(call({**apart, **params}), apart.values(), of, copies=False)
             # Between forwards (`is_outermost`), return copies of views, because the unit is
-            # resharded when this context ends. In a forward, views stay valid until it ends.
+            # resharded when this context ends. In a forward, views stay valid until its end.
             return as_views(result, params.values(), of, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool) -> Any:
@@ -356,7 +356,7 @@ def as_views(result: Any, full: Collection[Tensor], of: FlatShardTensor, *, copi
             # inference mode does not have.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
-        # A subclass would be another node of the graph: no leaf, and without the view's hooks.
+        # `as_subclass` would return another node of the graph: no leaf, and without hooks.
         if tensor.requires_grad and (tensor.is_leaf or tensor._backward_hooks):
             return tensor
         shown = tensor.as_subclass(GatheredView)

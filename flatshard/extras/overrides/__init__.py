@@ -23,7 +23,7 @@ def as_overrides(value: object) -> dict[str, torch.dtype]:
     if not isinstance(value, Mapping):
         raise TypeError(
             "MixedPrecision: overrides must be a mapping of name patterns to dtypes, got "
-            f"{value!r}. For dtypes by a function, map each name in model.named_parameters()."
+            f"{value!r}. To use a function, call it for each name in model.named_parameters()."
         )
     for pattern, dtype in value.items():
         if not isinstance(pattern, str) or not is_float_dtype(dtype):

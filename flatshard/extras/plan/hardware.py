@@ -118,5 +118,5 @@ class Machine:
         # A ring enters each node once. With several rings, the links of all ranks of a node are in
         # use, so the rate is the sum of the rates of these links.
         rate = min(self.node_link, self.link * in_node if size > in_node else math.inf)
-        # Several rings or trees run at once, so latency grows slowly with the number of ranks.
+        # Several rings or trees run at once, so latency grows with the logarithm of the size.
         return nbytes * (size - 1) / size / rate + self.latency * (size - 1).bit_length()

@@ -19,7 +19,7 @@ Checkpointing = Literal["none", "block", "selective"]
 
 
 def language_step(batch: int, seq: int) -> Step:
-    """Return the ``step`` of a language model: run ``(batch, seq)`` tokens, and return the loss."""
+    """Return a ``step`` for language models, which computes the loss of ``(batch, seq)`` tokens."""
 
     def step(model: nn.Module) -> Tensor:
         tokens = torch.zeros(batch, seq, dtype=torch.long)

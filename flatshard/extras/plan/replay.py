@@ -133,7 +133,7 @@ class Replay:
     # ------------------------------------------------------------ a step
 
     def run(self) -> Outcome:
-        """Replay three steps. Returns the peak of all, and the last step's time and traffic."""
+        """Replay three steps. Returns the peak of all three, and time and traffic of the last."""
         for _ in range(3):
             self.outcome.compute_seconds, self.outcome.sent_bytes = 0.0, [0.0, 0.0]
             self.clock = self._link_free = 0.0
@@ -317,7 +317,7 @@ class Replay:
             self._finish_first()
 
     def _copy_to_send(self, nbytes: int) -> Held:
-        """Allocate gloo's copy of gradients that it sends. NCCL needs no copy."""
+        """Allocate the copy that gloo makes of gradients before sending. NCCL needs no copy."""
         return self.allocate(nbytes * (not self._on_gpu), "reduction")
 
     def _cross(self, flat: FlatMemory) -> None:

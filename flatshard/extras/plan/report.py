@@ -182,7 +182,7 @@ class Target:
 
 
 def _look_up(option: str, value: Any) -> Any:
-    """Return the object that the text ``value`` names. Return any other value as it is."""
+    """Return the object named by ``value`` if ``value`` is a text, otherwise ``value`` itself."""
     if not isinstance(value, str):
         return value
     if value not in _NAMES[option]:
@@ -316,8 +316,8 @@ def plan(
               ``"muon"``, ``"lion"``, or the bytes of state per trained element.
             - ``checkpoint``: the kind of activation checkpointing: ``"none"`` (default),
               ``"block"`` or ``"selective"``.
-            - ``accumulate``: number of backwards per step, for gradient accumulation. All except
-              the last run under ``no_sync``. Default 1.
+            - ``accumulate``: number of backwards per step, for gradient accumulation. Only the last
+              backward reduces gradients; the others run under ``no_sync``. Default 1.
             - ``strategy``: names of the sharding strategies to compare. Default: all.
             - ``auto_wrap_policy``: the policy that selects the units. Default ``"auto"``.
 

@@ -299,7 +299,7 @@ def _strided(value: Any) -> list[Tensor]:
 
 
 def _with_gradients(value: Any) -> list[Tensor]:
-    """Return the tensors in ``value``, except parameters, whose gradients autograd computes."""
+    """Return the tensors in ``value`` whose gradients autograd computes, without parameters."""
     return [t for t in tensors_in(value) if t.requires_grad and not isinstance(t, nn.Parameter)]
 
 
@@ -363,7 +363,7 @@ def _emptied(
     At the end of the context, all attributes of the module get their old values back.
 
     Yields the new tensors, keyed by the tensors that they replace. In a ``FakeTensorMode``, the new
-    tensors are fake tensors. ``dtypes``: dtypes of the new tensors, if different from the old ones.
+    tensors are fake tensors. ``dtypes``: dtypes of the new tensors, if they differ from the old.
     """
     made: dict[Tensor, Tensor] = {}
 

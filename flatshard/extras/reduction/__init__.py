@@ -106,7 +106,7 @@ class HookCalls(StepExtension):
     must call the hook at the same point of the step: just before a unit is unsharded for backward,
     where all ranks meet anyway. At this point, the ranks exchange how many flat parameters have
     complete gradients on each rank, and call the hooks of flat parameters that are ready on all
-    ranks. Once one rank is at the end of its backward, all ranks call the other hooks at the end.
+    ranks. Once a rank is at the end of backward, all ranks call the remaining hooks at the end.
     """
 
     name, watches, is_made_anew = "reduction", True, True
@@ -136,7 +136,7 @@ class HookCalls(StepExtension):
         return b""
 
     def _agree(self, *, is_at_end: bool) -> None:
-        """Exchange how many flat parameters are ready, unless all ranks know it. Collective."""
+        """Exchange how many flat parameters are ready, if this is still needed. Collective."""
         if not self._asks or self._queue.limit == self._num:
             return
         said = [self._queue.num_ready(), int(not is_at_end)]
@@ -182,7 +182,7 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     If the dtype is None, the hook averages in the dtype of the gradients.
     """
     # Compare the functions, not their names, which ``functools.wraps`` copies. Do not import
-    # torch's modules of hooks, which need numpy. If `hook` is from one, the module is imported.
+    # torch's modules of hooks, which need numpy: a program with such a hook has imported them.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):

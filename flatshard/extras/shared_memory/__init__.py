@@ -60,8 +60,8 @@ class SharedMemoryTransport(transports.Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # For each tag: the awaited `TAKE` records of the other ranks, which say that they have read
-        # this rank's latest data. Before publishing other data, this rank waits for the records.
+        # For each tag: the awaited `TAKE` records, in which the other ranks say that they have read
+        # this rank's latest data. Before publishing new data, this rank waits for these records.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -69,7 +69,7 @@ class SharedMemoryTransport(transports.Transport):
     def connect(cls, members: Members) -> SharedMemoryTransport | str:
         if not members.is_gloo:
             return ""
-        # This transport cannot round to a `wire_dtype`, and `collectives=` may exclude it.
+        # This transport cannot round to a `wire_dtype`; `collectives=` asks for another transport.
         if members.options != TransportOptions():
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
@@ -240,7 +240,7 @@ class MappedShards(BufferMemory):
         self._mapped: set[int] = set()  # the ranks whose shards are mapped into the buffer
         self._num_copied = 0
         self._has_begun = False
-        # Tells all ranks that this rank has read their shards. None: this rank has told them.
+        # Function that tells all ranks that this rank has read their shards. None: nothing to tell.
         self._take: Callable[[], None] | None = None
 
     @property
@@ -315,7 +315,7 @@ class MappedShards(BufferMemory):
                 processes[rank].read(records[rank].address, part)
 
     def free(self) -> None:
-        # Publish that this rank has read all other ranks' shards: their owners may write them now.
+        # Publish that this rank has read all ranks' shards. Ranks wait for this before they write.
         take, self._take = self._take, None
         if take is not None:
             take()

@@ -56,7 +56,7 @@ class RankAddress(NamedTuple):
     launcher: int = 0  # process id of the parent process
     alive: int = 0  # an address, readable for other processes as long as the process runs
     file: int = -1  # file descriptor of the mailbox
-    nonce: int = 0  # random number, also in the mailbox: other ranks verify the process by it
+    nonce: int = 0  # random number, also in the mailbox, by which other ranks verify the process
 
 
 class Mailbox:
@@ -108,7 +108,7 @@ class PeerProcess:
     """The process of another rank. ``__init__`` raises ``OSError`` if it cannot map the mailbox."""
 
     def __init__(self, address: RankAddress, timeout: float) -> None:
-        self.pid, self.timeout = address.pid, timeout  # seconds after which a wait raises
+        self.pid, self.timeout = address.pid, timeout  # `timeout`: seconds until a wait raises
         self.name = f"process {address.pid}"  # name of the process in errors
         self.given_up = 0.0  # time at which a wait for the process last timed out
         self._alive = address.alive
@@ -127,7 +127,7 @@ class PeerProcess:
 class Awaited:
     """A wait for a record in another rank's mailbox. Has the interface of ``dist.Work``.
 
-    The wait for a ``TAKE`` also ends if the process ends, which then reads no more data.
+    The wait for a ``TAKE`` also ends if the process ends: an ended process reads no more data.
     """
 
     # Contents of the record: valid after the record has arrived.

@@ -85,15 +85,15 @@ class SteppedInBackward(StepExtension):
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
 
-        # Units that this backward has not stepped yet, and that have reduced gradients of at least
-        # one flat parameter.
+        # Units with reduced gradients (of at least one flat parameter), which this backward has not
+        # stepped yet.
         self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward
 
-        # Whether gradients were accumulated under no_sync since the last step. And the value of
-        # `OutsideUse.count` (uses of parameters outside of forward) at the last step.
+        # Whether gradients were accumulated under no_sync since the last step.
         self._has_accumulated = False
+        # Value of `OutsideUse.count` (uses of parameters outside of forward) at the last step.
         self._outside_uses = OutsideUse.count
         # Parameters stepped in this backward, into whose `.grad` `end_backward` puts a placeholder.
         self._showing: list[nn.Parameter] = []
@@ -180,7 +180,7 @@ class SteppedInBackward(StepExtension):
             self._reduced[unit] = None
 
     def between_units(self) -> None:
-        """Step the units with reduced gradients that this backward does not need any more."""
+        """Step units with reduced gradients that the rest of this backward does not need."""
         # Step no unit early if another backward (of a reentrant checkpoint) ran inside of this
         # backward, because the inner backward may add gradients to any unit.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
@@ -227,7 +227,7 @@ class SteppedInBackward(StepExtension):
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
-        """Raise, on all ranks, if a rank had stepped one of ``units`` before the late gradients."""
+        """Raise, on all ranks, if a rank stepped one of ``units`` before late gradients came."""
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
                 raise _got_more(unit_text(unit.name))

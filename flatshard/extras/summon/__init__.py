@@ -221,8 +221,8 @@ class Summoned:
             rank = handle.topology.world.global_rank
             return [
                 f"{unit_text(handle.unit_name)}, rank {rank}: parameters were edited with "
-                "rank0_only=True. Then this rank holds only sharded parameters, and rank 0 drops "
-                "its edits. Edit with rank0_only=False"
+                "rank0_only=True. With this option, this rank holds only sharded parameters, and "
+                "rank 0 drops its edits. Edit with rank0_only=False"
             ]
         if not self.copies or not request.writeback:
             return replaced

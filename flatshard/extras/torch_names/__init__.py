@@ -1,9 +1,9 @@
 """Extra: names of torch's wrappers (DistributedDataParallel, FSDP1, FSDP2) for migration.
 
 With this folder, ``ShardedWrapper`` accepts the keywords of torch's wrappers, and torch's policies
-for precision and offload. It also has the same attributes. If a program calls a torch method that
-``ShardedWrapper`` lacks, the error names the replacement. Without this folder, torch's keywords and
-policies raise ``MissingExtraError``, and missing attributes raise Python's ``AttributeError``.
+for precision and offload, and has the attributes of torch's wrappers. If a program calls a torch
+method that ``ShardedWrapper`` lacks, the error names the replacement. Without this folder, torch's
+keywords and policies raise ``MissingExtraError``, and these attributes raise ``AttributeError``.
 
 A test compares the names with the migration page's tables, and with torch's classes, to notice new
 names in torch.
@@ -46,15 +46,15 @@ REFUSED = {
     "dp_mesh_dims": "pass these dimensions of the mesh, such as device_mesh=mesh['dp']",
 }
 
-# For keywords in IGNORED or REFUSED: the value that causes no warning or error, if it is not False.
+# Keywords in IGNORED or REFUSED for which a value other than False causes no warning or error.
 # ShardedWrapper always acts as FSDP1 does with `use_orig_params=True`.
 DEFAULTS = {"use_orig_params": True}
 
 # Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the
 # value of torch's keyword into keywords of ShardedWrapper.
 OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    # DistributedDataParallel treats an empty list like None. For a module on the CPU, programs pass
-    # either of the two, and no `device_id` is needed.
+    # DistributedDataParallel treats an empty list like None. Programs pass an empty list or None
+    # for a module on the CPU, which needs no `device_id`.
     "device_ids": lambda value: {"device_id": _only(value)} if value else {},
     "output_device": lambda value: {"device_id": value},
     # Unlike ``broadcast_buffers=False``, torch's ``forward_sync_buffers=False`` sends rank 0's

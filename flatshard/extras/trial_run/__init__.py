@@ -10,8 +10,8 @@ Without this folder, the command ``flatshard try`` does not exist.
 [Note: units]
 Differences are measured in units of rounding noise. The noise of a tensor is the difference between
 the first and the third run. A tensor's unit at a step is the largest of these numbers:
-- its largest noise up to this step, relative to its norm at the step of the noise, and to its norm
-  at this step (if a gradient almost vanishes, the rounding errors remain);
+- its largest noise up to this step, relative to its norm at the step of the noise;
+- its largest noise up to this step, relative to its norm at this step, which may be tiny;
 - the largest median, up to this step, of the relative noise of changed tensors of the same kind;
 - twice the dtype's precision, and more for a tensor below 1/2000 of the largest norm of its kind.
 """
@@ -41,7 +41,7 @@ COSTS = "peak memory without imports, MiB", "time per step, ms", "bytes sent and
 _WARM_UP, _TIMED = 2, 5  # number of steps not measured, and minimum number of steps measured
 _TITLE = "{0.script}, {0.nproc_per_node} ranks, {0.steps} steps: under DDP, then under flatshard"
 _OTHER = """Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.step} differs
-between two runs with DDP, whose weights differ in the last digit, at {0.line}.
+between two runs with DDP, in which only the last digits of weights differ. Line: {0.line}.
 Seed random numbers (torch, random, numpy, generator=... of a DataLoader). Let data not depend on
 time, earlier runs or threads, and step sizes (of an adaptive solver) not on the last digit."""
 _LONE = " But as it is, the script raises where not all ranks call the model (see below)."
@@ -160,7 +160,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
 
 
 def differences(reference: list[Any], other: list[Any], lone: Any) -> Iterator[Difference]:
-    """Yield the difference of each tensor on each rank. Shards are added to the full tensor first.
+    """Yield the difference of each tensor on each rank. Shards are first added up to full tensors.
 
     ``lone``: lines that ranks run different numbers of times. Tensors of these lines are left out.
     """
@@ -178,7 +178,7 @@ def differences(reference: list[Any], other: list[Any], lone: Any) -> Iterator[D
                 norm, eps = float((any_one.sums**2).sum()) ** 0.5, any_one.eps
                 # The gap of a missing tensor is finite, because infinity / infinity is NaN.
                 gap = float(((one.sums - two.sums) ** 2).sum()) ** 0.5 if one and two else 1e200
-                # Smaller gaps are rounding errors of the sketches.
+                # Ignore smaller gaps: they are rounding errors of the sketches.
                 size = gap * (gap > 1e-6 * eps * norm) / (norm or 1.0)
                 yield Difference._make((*key, rank, any_one.line, norm, size, eps, 0.0))
 
@@ -191,7 +191,7 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
 
     The keys of units are the step, the kind of tensor, its name, and the rank.
     """
-    # The unit stays tiny for a tensor that only the run under flatshard has.
+    # A tensor that only the run under flatshard has keeps this tiny unit: it always differs.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
     # Largest values so far: each tensor's difference, relative and absolute; each kind's median
     # difference, and norm.

@@ -63,7 +63,7 @@ _NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did no
 FEWER_STEPS = " (did it resume from files of an earlier run?)"  # ends the text about too few steps
 _SIZE, _CHUNK = 256, 1 << 16  # number of sums recorded of a tensor; elements added at once
 _NEEDS_ALL = {
-    # method of a module: what to write instead of a call on some ranks only
+    # Key: a method of modules. Value: the replacement for a call that only some ranks make.
     "state_dict": "write flatshard.checkpoint.full_state_dict(model), which needs every rank",
     "__call__": "forward() needs every rank: evaluate equal numbers of batches on all ranks",
 }
@@ -84,7 +84,7 @@ class Record(NamedTuple):
     failure: tuple[float, str]  # time and text; the earliest failure is the cause. "": no failure
     # Keys: step, kind of tensor, name. Missing gradients have no sketch.
     events: dict[tuple[int, str, str], Sketch]
-    # Number of runs of each line that needs a change. Key: the line, and the change.
+    # How often the script ran each line that needs a change. Key: the line, and the change.
     notes: Counter[str]
     # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written. So
     # the length of this list is the number of the current step, counted from 1.
@@ -150,8 +150,8 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    # Reserve a port for rank 0. Until this process ends, Linux gives the port to no other program,
-    # but lets the TCPStore of rank 0, which sets the same option, listen on it.
+    # Reserve a port for rank 0. Until this process ends, Linux gives the port to no other program.
+    # But rank 0's TCPStore can listen on the port, because the store also sets SO_REUSEADDR.
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("", 0))
@@ -213,7 +213,7 @@ class Recorder:
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
     def note(self, what: str, *, counts: bool = True) -> str:
-        """Return the program's current line, and ``what``. ``counts``: whether to count the run."""
+        """Return the program's current line and ``what``. ``counts``: whether to count the call."""
         note = f"{program_line(sys._getframe())}\n      {what}"
         self.record.notes.update([note] * counts)
         return note
@@ -288,8 +288,8 @@ class Recorder:
     def _add_costs(self) -> None:
         """Record the peak memory, the time without recording, and the bytes written until now.
 
-        Memory is the allocator's memory on a GPU, otherwise the memory of the process. Bytes are
-        written to files and sockets; only Linux counts them.
+        Memory is the allocator's memory on a GPU, otherwise the memory of the process. Only Linux
+        counts the bytes that a process writes to files and sockets.
         """
         memory = torch.cuda.max_memory_allocated() or peak_resident_bytes() or 0
         counts = Path("/proc/self/io")
@@ -330,10 +330,10 @@ def _add_noise(model: nn.Module) -> None:
 def _exact_norm(norm: Any, x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Return a norm that is computed in float64.
 
-    On CPUs, torch's norm of four million elements in float32 has a rounding error of 2e-4, which is
-    almost the same for slightly different weights. So the noise run computes norms in float64: the
-    difference to the first run then contains this error. flatshard's own error may be as large,
-    because flatshard adds up other ranges of the elements.
+    On CPUs, torch's float32 norm of four million elements has a rounding error of 2e-4, which is
+    almost the same for slightly different weights. The noise run computes norms in float64, so that
+    its difference from the first run contains this error. The run under flatshard may differ as
+    much, because flatshard adds up other ranges of the elements.
     """
     return norm(cast_floats(x, torch.float64), *args, **kwargs).to(dtype or x.real.dtype)
 
@@ -413,7 +413,7 @@ def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwarg
     held = recorder.params(optimizer)
     found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     owned = {m: {*m.parameters()} for m in found if not isinstance(m, nn.DataParallel)}
-    # Prefer a module with all parameters. If there is none, the optimizer steps several models.
+    # Prefer a module with all of these parameters. If there is none, they belong to several models.
     users = [m for m in owned if held.keys() <= owned[m]]
     users = users or [m for m in owned if owned[m] <= held.keys()]
     largest = sorted(users, key=lambda one: len([*one.modules()]))
@@ -462,8 +462,8 @@ class _Reference(DDP):  # type: ignore[misc]
     """DistributedDataParallel with the attributes that FSDP1 and flatshard programs use."""
 
     def __init__(self, module: nn.Module, **given: Any) -> None:
-        # Hybrid strategies have two groups, or a mesh with two dimensions. Usually these contain
-        # all ranks, as DDP's default group does.
+        # Hybrid strategies have two groups, or a mesh with two dimensions. Then use DDP's default
+        # group of all ranks: usually, the two groups or the mesh contain all ranks, too.
         group, mesh = given.get("process_group"), given.get("device_mesh") or given.get("mesh")
         if isinstance(group, tuple) or (mesh and mesh.ndim > 1):
             group = mesh = None

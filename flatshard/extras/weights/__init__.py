@@ -105,9 +105,8 @@ def full_tensors(
     Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
     (``break``, an exception, or ``close()`` of a kept iterator), the rank still takes part in the
     remaining all-gathers, and at the end the other ranks raise RuntimeError. From the call to the
-    end, forwards of the model raise RuntimeError.
-    Other collectives, such as ``state_dict()`` and ``norms()``, may be called between two items, by
-    all ranks between the same items.
+    end, forwards of the model raise RuntimeError. Other collectives, such as ``state_dict()`` and
+    ``norms()``, may be called between two items, by all ranks between the same items.
 
     Example:
         ```python
@@ -226,7 +225,7 @@ def read(
 
 
 def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flats, list[Item]]:
-    """Return the chosen parameters by flat parameter, and all other chosen tensors."""
+    """Return the chosen parameters, grouped by flat parameter, and all other chosen tensors."""
     known: dict[Tensor, TensorName] = {}
     # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
     for text, value in model.state_dict(keep_vars=True).items():
@@ -522,7 +521,7 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
                 raise ValueError(
                     f"apply_changes: {name!r} differs from the trained model after the change. "
                     "Expected the weights of the previous pass before the change. Pass the changes "
-                    "of every pass, in order, or those of a new WeightChanges, from its first pass."
+                    "of every pass in order, or begin with the first pass of a new WeightChanges."
                 )
 
 
@@ -558,7 +557,7 @@ class MergedLora:
         self.sources = {path + name for layer, path in layers.items() for name in _active(layer)}
 
     def name_of(self, text: str) -> str | None:
-        """Translate a name in the model to the merged model; None if the merged model lacks it."""
+        """Return the name of a tensor in the merged model, or None if the merged model lacks it."""
         end = text.rfind(".") + 1
         while text[:end] not in self._paths:
             end = text.rfind(".", 0, end - 1) + 1
@@ -575,7 +574,7 @@ class MergedLora:
                 kind, adapter, *rest = name.split(".")
                 one = self.adapters[path + name].to(weight)
                 full[kind][adapter] = SimpleNamespace(weight=one) if rest else one
-            # Let PEFT compute the change of the weight, by a copy of the layer with full adapters.
+            # Let PEFT compute the weight's change, with a copy of the layer that has full adapters.
             # PEFT rounds to the dtype of `get_param()`, so `get_param` returns the fp32 weight.
             stand_in = copy.copy(layer)
             vars(stand_in).update(_modules=layer._modules | full, get_param=lambda at=weight: at)

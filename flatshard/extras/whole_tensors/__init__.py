@@ -80,7 +80,7 @@ def swap_full_in(
 
 
 def _states(optimizer: Optimizer) -> list[MutableMapping[Any, adapters.State]]:
-    """Return the states of an optimizer and the optimizers inside, each mapping once."""
+    """Return the ``state`` of an optimizer and of the optimizers inside, without duplicates."""
     return [*{id(one.state): one.state for one in with_inner(optimizer)}.values()]
 
 
@@ -117,7 +117,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         # all-gather ends all registered steps.
         adapters.stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
-            # Do not compile the step. With a closure, allow it: a closure may run a compiled model.
+            # Do not compile the step, except with a closure, which may run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
                 # `undo` turns compilation on again. The finalizer does this if the step raises and
@@ -135,8 +135,8 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         return without_params(optimizer)  # torch calls this copy's ``step()``: no effect
 
     def needs_loss(self, optimizer: Optimizer) -> bool:
-        # Call the closure first in three cases: torch's optimizers all begin with the closure; no
-        # gradient is reduced yet; or `_step` steps on the owners, and needs the loss.
+        # Call the closure first in three cases: for torch's optimizers, which all begin with it; if
+        # no gradient is reduced yet; and if `_step` steps on the owners, and needs the loss.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
         if is_torchs or all(map(is_unreduced, grads)):
@@ -272,8 +272,8 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         if not torch.equal(random, _random_state(params)):
             warnings.warn(
                 f"{type(optimizer).__name__}.step() draws random numbers. Each rank draws them "
-                "only for the parameters that it steps, so the values differ from those of the "
-                "unwrapped model as with another seed.",
+                "only for the parameters that it steps, so the values differ from the unwrapped "
+                "model's values, as they would with another seed.",
                 stacklevel=2,
             )
 
@@ -305,7 +305,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
     def _start_gather(
         self, optimizer: Optimizer, params: Sequence[FlatShardTensor]
     ) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
-        """Start to gather values, gradients and loaded state on the owners."""
+        """Start to send the shards of values, gradients and loaded state to the owners."""
         divided = [(param, one) for param in params for one in _divided(optimizer, param)]
         parts = [(p.spec, local_grad(one, p.spec), self._owners.get(p)) for p, one in divided]
         wait = whole.start_gather(parts, "optimizer step, to the owners")
@@ -362,7 +362,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         self._agree_on_gradients(optimizer)
         for param, full in self._start_gather(optimizer, [*self._params])().items():
             # Reuse the parameter objects of the last call, because the optimizer may keep
-            # references.
+            # references to them.
             known = self._full.setdefault(param, full)
             known.data = full.data
             set_grad(known, full.grad)

@@ -82,7 +82,7 @@ def find_step_mode(optimizer: Optimizer) -> StepMode:
 
 @contextlib.contextmanager
 def _same_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """Undo a trial's writes to gradients: modules that K-FAC keeps are not copied for trials."""
+    """Undo a trial's writes to gradients, made through modules that an optimizer keeps (K-FAC)."""
     kept = []
     with torch.no_grad():
         if any(_modules_of(optimizer)):
