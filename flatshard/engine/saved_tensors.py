@@ -113,9 +113,9 @@ class SavedTensors:
         # The attributes below are for [Note: forwards without hooks].
         self.has_hooks = bool(self._owners)  # whether forwards have hooks now
         self.had_hooks = True  # whether all forwards of this step have had hooks
-        # `_known`: forwards that need no hooks. `_new`: forwards that ran with hooks after the last
-        # step in which hooks made a difference. For each forward: the unit, and the number of graph
-        # nodes that autograd made.
+        # `_known`: forwards that need no hooks. `_new`: the forwards with hooks since the last step
+        # that needed hooks (`_num_unread` was not 0). For each forward: the unit, and the number of
+        # graph nodes that autograd made.
         self._known: set[tuple[Unit, int]] = set()
         self._new: set[tuple[Unit, int]] = set()
         # Number of forwards without hooks that differed from all earlier forwards.

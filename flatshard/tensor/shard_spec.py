@@ -183,7 +183,7 @@ class ShardSpec:
             )
 
     def where(self, described: str | None = None) -> str:
-        """Return a text for errors with the tensor (default: the parameter), unit and rank."""
+        """Return a text that names the tensor (default: the parameter), the unit and the rank."""
         what = described or f"parameter {self.name!r}"
         return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
 

@@ -245,7 +245,7 @@ class StateWrites(WriteThrough):
             self._mark(self._unread.pop(0)())
         watched = [given for given in some if given in self._values]
         for given in watched:
-            # The version shows this write, so `super().take_over` below copies the values.
+            # If the version has changed, `super().take_over` below sees the write, and copies it.
             if given.copy._version != self._values[given][0]:
                 self._keep(given)
         # Python may free a tensor in any thread. In a thread of the deadlock detection, do not wait

@@ -106,7 +106,8 @@ class HookCalls(StepExtension):
     must call the hook at the same point of the step: just before a unit is unsharded for backward,
     where all ranks meet anyway. At this point, the ranks exchange how many flat parameters have
     complete gradients on each rank, and call the hooks of flat parameters that are ready on all
-    ranks. Once a rank is at the end of backward, all ranks call the remaining hooks at the end.
+    ranks. After a rank has reached the end of backward, every rank calls the remaining hooks at the
+    end of its own backward.
     """
 
     name, watches, is_made_anew = "reduction", True, True
