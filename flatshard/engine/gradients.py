@@ -599,7 +599,7 @@ class Gradients:
     def leave_failed_backward(self) -> None:
         """Restore the ``.grad`` from before the failed backward."""
         for param in self._params:
-            param.full.grad = None  # perhaps the failed backward has left an unreduced gradient
+            put_grad(param.full, None)  # perhaps the failed backward has left an unreduced gradient
         self._restore_earlier()
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,44 @@ _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
 }
 
 
-class FreedParameter(nn.Parameter):
+class UnshardedParameter(nn.Parameter):
+    """Class of a full parameter while modules compute with it.
+
+    ``grad``, ``requires_grad`` and hooks are those of the sharded parameter. So a forward may read
+    and set them (``self.zero_grad()``, ``self.weight.requires_grad_(False)``) as without wrapper.
+    flatshard itself reads autograd's own gradient by `get_grad`.
+    """
+
+    _full_of: Callable[[], ShardSpec | None]
+
+    def _sharded(self) -> Any:
+        spec = self._full_of()
+        # While Dynamo compiles, it copies tensors with their gradients, which it must not find.
+        is_found = spec is not None and not torch.compiler.is_compiling()
+        return getattr(spec.original, "sharded", None) if is_found else None  # type: ignore[union-attr]
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return getattr(self._sharded(), "grad", None)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._sharded().grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._sharded().requires_grad_(requires_grad)
+        return Tensor.requires_grad_(self, requires_grad)  # type: ignore[return-value]
+
+    requires_grad = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[assignment, attr-defined]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        return self._sharded().register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, memo: object) -> nn.Parameter:
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+
+class FreedParameter(UnshardedParameter):
     """Class of a full parameter while its unit is resharded; see [Note: freed parameters]."""
 
     @classmethod
@@ -52,7 +89,7 @@ class FreedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         freed = next(t for t in pytree.tree_leaves((args, kwargs)) if type(t) is FreedParameter)
-        spec: ShardSpec | None = freed._full_of()  # type: ignore[attr-defined]
+        spec = freed._full_of()
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
@@ -76,7 +113,7 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
     """Allow or forbid operations on full parameters, by changing the class of the parameters."""
     # Use a class instead of a flag. To check a flag, unsharded parameters would need
     # ``__torch_function__``, too, which would slow down forward.
-    kind = nn.Parameter if may_read else FreedParameter
+    kind = UnshardedParameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
 
