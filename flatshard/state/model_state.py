@@ -359,7 +359,10 @@ class WriteThrough:
             if given.user() is None and num_uses(local_range(given.copy)) <= ALONE:
                 self.given.pop(id(given.user), None)
             before, given.state = given.state, _state(given.copy)
-            if given.state != before and given.shard != identity(given.handle):
+            # After `q.data = p.data`, a write to `q` would have to change `p`, too.
+            is_tied = isinstance(given.copy, FlatShardTensor) and given.copy.shard_origin.is_fixed
+            is_written = given.state != before or (is_tied and given.param.requires_grad)
+            if is_written and given.shard != identity(given.handle):
                 self.lost = given.param.name
             elif given.state != before:
                 self._write(given.handle, given.param, given.param.spec.split(given.copy))

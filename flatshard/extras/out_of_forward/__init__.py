@@ -34,7 +34,7 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.memory import checksum
-from flatshard.precision import tensors_in
+from flatshard.precision import get_grad, tensors_in
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import (
     FlatShardTensor,
@@ -68,7 +68,11 @@ class OutOfForwardUse(ParamOwner):
 
     def assign(self, tensor: FlatShardTensor, value: Tensor) -> None:
         if value.is_inference() or not tensor.is_unit_parameter:
-            return super().assign(tensor, value)
+            super().assign(tensor, value)
+            if type(value) is Tensor and get_grad(tensor.spec.original.sharded) is tensor:
+                # `p.grad.data = value`: later writes to `value` must change the gradient.
+                tensor.spec.original.sharded.grad = value
+            return
         if isinstance(value, Parameter):  # `model.to()` fails for parameters with weak references
             value = value.detach()
         handle = self._handles[tensor.spec]
