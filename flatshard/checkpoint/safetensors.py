@@ -45,9 +45,8 @@ from flatshard.units.layout import boxes_of, memory_order, strides_of
 _WORDS = """F64 float64 F32 float32 F16 float16 BF16 bfloat16 C64 complex64 BOOL bool
 I64 int64 I32 int32 I16 int16 I8 int8 U64 uint64 U32 uint32 U16 uint16 U8 uint8 F8_E4M3
 float8_e4m3fn F8_E5M2 float8_e5m2 F8_E4M3FNUZ float8_e4m3fnuz F8_E5M2FNUZ float8_e5m2fnuz""".split()
-DTYPES = {
-    name: getattr(torch, dtype) for name, dtype in zip(_WORDS[::2], _WORDS[1::2], strict=True)
-}
+_PAIRS = zip(_WORDS[::2], _WORDS[1::2], strict=True)
+DTYPES = {name: getattr(torch, dtype) for name, dtype in _PAIRS}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # limit in the safetensors format
 _NAME, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -100,7 +100,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     maxima = (bytes(islice(numbers, len(part))) for part in votes)
     differ_within, program, orders, waiting, edited, left_over, used, *for_voters = maxima
     if any(differ_within):
-        differing = [h.unit_name for h, (_, is_alike) in used_within.items() if not is_alike]
+        differing = [h.unit.name for h, (_, is_alike) in used_within.items() if not is_alike]
         units = ", ".join(map(unit_text, differing)) or "a unit of other ranks"
         raise RuntimeError(
             f"backward of {unit_text(state.root.name)}: the ranks that train {units} have frozen "
@@ -129,7 +129,7 @@ def _used_within(handle: FlatParamHandle) -> tuple[list[bool], bool]:
     """
     number, used = len(handle.params), handle.grads.used_by_rank
     flags = bytes(index in used for index in range(number)) + with_complements(handle.trained)
-    op_name = f"used parameters of {unit_text(handle.unit_name)}"
+    op_name = f"used parameters of {unit_text(handle.unit.name)}"
     maxima = handle.topology.world.maxima(flags, op_name=op_name)
     return [*map(bool, maxima[:number])], not any(differ(maxima[number:]))
 

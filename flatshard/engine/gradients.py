@@ -366,11 +366,10 @@ class Gradients:
             with torch.no_grad():
                 self.add_reduced(self.plan.hook(full, self.plan.flat))
             return None
-        if sync is GradSync.FULL:
+        is_intra_only = sync is not GradSync.FULL
+        if not is_intra_only:
             earlier, self.intra_reduced = self.intra_reduced, None
-        self.reduction = GradReduce(
-            self.plan, full, earlier, is_intra_only=sync is not GradSync.FULL
-        )
+        self.reduction = GradReduce(self.plan, full, earlier, is_intra_only=is_intra_only)
         return self.reduction
 
     def finish_reduction(self, reduction: GradReduce) -> None:

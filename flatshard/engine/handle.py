@@ -117,10 +117,6 @@ class FlatParamHandle:
         self.grads = Gradients(self.plan_gradients(plan.dtype), self.params)
         self.adopt(shard)
 
-    @property
-    def unit_name(self) -> str:
-        return self.plan.unit_name
-
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
@@ -163,10 +159,6 @@ class FlatParamHandle:
     def _set_shard(self, shard: Tensor) -> None:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
         self._shard = self.flat_param.detach()  # the tensor that all-gathers send
-
-    def part(self, param: OriginalParam) -> Tensor:
-        """Return a view of this rank's part of an original parameter, ``(param.spec.numel,)``."""
-        return self.flat_param[param.spec.range]
 
     def page_out(self) -> None:
         """If the shard is offloaded to disk, free its memory until the shard is used again."""
@@ -352,12 +344,6 @@ class FlatParamHandle:
         """Size of the unsharded buffer in bytes. 0 if the shard itself is the buffer."""
         return 0 if self.shard_is_buffer else self.buffer.nbytes
 
-    @property
-    def unsharded_bytes(self) -> int:
-        """Memory in use for the unsharded buffer and the secondary shard, in bytes."""
-        secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
-        return self.memory.held_bytes + secondary
-
     # ------------------------------------------------------------ what modules hold
 
     def install_unsharded(self) -> None:
@@ -400,10 +386,8 @@ class FlatParamHandle:
     def put(self, shown: Sequence[nn.Parameter]) -> None:
         """Put unsharded parameters, one for each original parameter, into the modules."""
         if self._splits is not None:
-            splits = enumerate(self._splits)
-            shown = [
-                shown[i] if split is None else split.as_dtensor(shown[i]) for i, split in splits
-            ]
+            pairs = zip(shown, self._splits, strict=False)
+            shown = [full if split is None else split.as_dtensor(full) for full, split in pairs]
         self.installed = shown
         self._install(shown)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.run_state import temporarily
 from flatshard.module.wrappers import state_dicts_in, unit_of, units_between_steps, units_in
 from flatshard.state.model_state import StateDictOptions, UnitStateDict
-from flatshard.tensor.shard_spec import first_of_dtensor
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
@@ -103,3 +103,8 @@ def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
                 f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: it shares a unit "
                 "with its neighbours. Use the outermost wrapper, or wrap with coalesce_bytes=0."
             )
+
+
+def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
+    """Return the name of the first parameter that is part of a DTensor, or None."""
+    return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)

@@ -190,7 +190,7 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: clip_grad_norm_() cannot clip the whole model, "
+                f"{unit_text(handle.unit.name)}: clip_grad_norm_() cannot clip the whole model, "
                 f"because this unit trains only on ranks {handle.topology.world.ranks_text}, and "
                 "the total norm would differ between ranks. Call clip_grad_norm_() on each inner "
                 "ShardedWrapper instead, or compute a norm yourself, and scale the gradients."
@@ -206,7 +206,7 @@ def check_reduced(
     collective: all ranks of ``world``. If True, the ranks do not communicate.
     """
     error = None
-    if shown := [unit_text(handle.unit_name) for handle in handles if handle.grads.is_shown()]:
+    if shown := [unit_text(handle.unit.name) for handle in handles if handle.grads.is_shown()]:
         where = f"{shown[0]}, rank {world.rank}"
         error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:

@@ -48,7 +48,7 @@ def gather_full(
     if summoned is not None and not summoned.is_held and not handle.is_whole:
         rank = handle.topology.world.global_rank
         raise RuntimeError(
-            f"{unit_text(handle.unit_name)}, rank {rank}: a full state dict was requested under "
+            f"{unit_text(handle.unit.name)}, rank {rank}: a full state dict was requested under "
             "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
             "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
         )
@@ -225,7 +225,7 @@ def _keep_sharded(handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool) 
             state_dict[key] = state_shard(local, value.spec, value.shard_role)
         elif value.untyped_storage()._cdata != handle.flat_param.untyped_storage()._cdata:
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: a sharded state dict was requested in the forward "
+                f"{unit_text(handle.unit.name)}: a sharded state dict was requested in the forward "
                 "of the unit. Call state_dict() between steps."
             )
 
@@ -361,7 +361,7 @@ class WriteThrough:
             before, given.state = given.state, _state(given.copy)
             # After `q.data = p.data`, a write to `q` would have to change `p`, too.
             is_tied = isinstance(given.copy, FlatShardTensor) and given.copy.shard_origin.is_fixed
-            is_written = given.state != before or (is_tied and given.param.requires_grad)
+            is_written = given.state != before or (is_tied and given.param.sharded.requires_grad)
             if is_written and given.shard != identity(given.handle):
                 self.lost = given.param.name
             elif given.state != before:

@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -25,7 +26,7 @@ from flatshard.options.precision import ParamPrecision
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin
-from flatshard.tensor.unsharded import average_full_gradients, register_hook
+from flatshard.tensor.unsharded import averaged, register_hook
 from flatshard.units.layout import FlatLayout, view_of
 from flatshard.units.module_tree import ParamInfo, unit_text
 
@@ -190,23 +191,20 @@ class OriginalParam:
         parameter.
         """
         if not is_whole:
-            sharded = FlatShardTensor.parameter(chunk, self.spec, self.requires_grad)
-            average_full_gradients(sharded)
+            sharded = FlatShardTensor.parameter(chunk, self.spec, self.sharded.requires_grad)
+            # A user's `torch.autograd.Function` returns a full gradient for this rank's batch. All
+            # other gradients of sharded parameters are averaged already.
+            with torch._C.DisableTorchFunctionSubclass():
+                register_hook(sharded, Tensor.register_hook, partial(averaged, self.spec))
             self._swap_into(sharded)
             return
         if self.sharded.is_meta:
-            self._swap_into(nn.Parameter(view_of(chunk, self.span), self.requires_grad))
+            self._swap_into(nn.Parameter(view_of(chunk, self.span), self.sharded.requires_grad))
         else:
             # An assignment to `.data` replaces only the memory, not the hooks and attributes.
             self.sharded.data = view_of(chunk, self.span)
         if self.spec.state_target is not None:
             self.spec.state_target.keep_state_of(self.sharded)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the parameter is trained."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.sharded.requires_grad
 
     def _swap_into(self, view: Tensor, *, tries: int = 2) -> None:
         """Turn the parameter object ``sharded`` into the tensor ``view``.
@@ -277,7 +275,7 @@ class OriginalParam:
             # free a cycle of references late.
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # For integer parameters `requires_grad` is always False, so this call does not raise.
-        self.full.requires_grad_(self.requires_grad)
+        self.full.requires_grad_(self.sharded.requires_grad)
         # If `full` is a new object, move the hooks to the new object.
         if before is not None and before is not self.full:
             # Share torch's dictionary of hooks, so that users' handles can still remove the hooks.

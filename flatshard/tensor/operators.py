@@ -540,8 +540,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` contains sharded parameters.
 
     Only calls of ``grad`` in the backward of a user's ``torch.autograd.Function`` (a checkpoint, or
-    the adjoint method of an ODE) are supported. These calls return this rank's full gradients. The
-    hook of ``average_full_gradients`` averages the gradients that the user's function returns.
+    the adjoint method of an ODE) are supported. These calls return this rank's full gradients. A
+    hook (see `OriginalParam.show_chunk`) averages the gradients that the user's function returns.
     """
     given = sharded_tensor.sharded_in((*args[1:], *kwargs.values()))
     params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}

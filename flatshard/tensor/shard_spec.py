@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NoReturn
 
@@ -203,8 +203,3 @@ class ShardSpec:
         )
         message = f"{self.where(described)} is sharded: {operation} needs the full tensor. {remedy}"
         raise NeedsFullTensor(message, self)
-
-
-def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
-    """Return the name of the first parameter that is part of a DTensor, or None."""
-    return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)

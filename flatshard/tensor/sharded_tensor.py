@@ -350,9 +350,8 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
-        local = flat[spec.range]
         origin = Origin(Source.PARAMETERS, is_fixed=True)
-        self = cls(local, spec, role="parameter", flat=flat, origin=origin)
+        self = cls(flat[spec.range], spec, role="parameter", flat=flat, origin=origin)
         self._is_param = self.is_unit_parameter = True
         self.requires_grad_(requires_grad)
         return self

@@ -52,18 +52,14 @@ class UnshardedParameter(nn.Parameter):
     _full_of: Callable[[], ShardSpec | None]
 
     def _sharded(self) -> Any:
-        spec = self._full_of()
         # While Dynamo compiles, it copies tensors with their gradients, which it must not find.
-        is_found = spec is not None and not torch.compiler.is_compiling()
-        return getattr(spec.original, "sharded", None) if is_found else None  # type: ignore[union-attr]
+        spec = None if torch.compiler.is_compiling() else self._full_of()
+        return getattr(getattr(spec, "original", None), "sharded", None)
 
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        return getattr(self._sharded(), "grad", None)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self._sharded().grad = value
+    grad = property(
+        lambda self: getattr(self._sharded(), "grad", None),
+        lambda self, value: setattr(self._sharded(), "grad", value),
+    )  # type: ignore[assignment]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         self._sharded().requires_grad_(requires_grad)
@@ -163,7 +159,7 @@ class OutsideUse(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor | None, None]:  # type: ignore[override]
-        return _averaged(ctx.spec, gradient), None
+        return averaged(ctx.spec, gradient), None
 
 
 def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], Tensor]) -> Tensor:
@@ -174,7 +170,7 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
     rank's full gradient, but a sharded leaf can store only a range of the gradient.
     """
     # Do not raise inside of a `torch.autograd.Function` of the program (such as a fused loss that
-    # computes its gradient in forward): the function's gradient is averaged by `_averaged`.
+    # computes its gradient in forward): the function's gradient is averaged by `averaged`.
     is_of_program = sharded_tensor.caller_of_operator() is sharded_tensor.Caller.PROGRAM
     if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
@@ -206,7 +202,7 @@ def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
 
 
 @untraced  # because autograd also calls this function as a hook in a compiled step
-def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
+def averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     """Average a gradient over the ranks, and return this rank's range of the average.
 
     Collective: all ranks that train the parameter, unless ``gradient`` is already averaged (an
@@ -246,16 +242,6 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     local = spec.slice(part) / (spec.comm.size * spec.replicas.size)
     origin = Origin(Source.GRADIENTS, is_fixed=True, graph_task=torch._C._current_graph_task_id())
     return FlatShardTensor(local, spec, role=sharded_tensor.GRADIENT, origin=origin)
-
-
-def average_full_gradients(param: FlatShardTensor) -> None:
-    """Register a hook that averages a full gradient before autograd adds it to ``param.grad``.
-
-    A user's ``torch.autograd.Function`` returns a full gradient for this rank's batch. All other
-    gradients of sharded parameters are averaged already.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        register_hook(param, Tensor.register_hook, partial(_averaged, param.spec))
 
 
 def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..., Any]) -> None:

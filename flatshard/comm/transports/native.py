@@ -67,9 +67,8 @@ class NativeTransport(Transport):
         if request.fixed_order:
             # Keep `arrived` alive, because the backend fills it after this method has returned.
             arrived = torch.empty_like(buffer)
-            work = dist.all_to_all_single(
-                as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
-            )
+            target, source = as_bytes(arrived), as_bytes(buffer)
+            work = dist.all_to_all_single(target, source, group=group, async_op=True)
             kept.append(arrived)
             then = partial(average, arrived.chunk(self._members.size), request.out)
         else:

@@ -138,9 +138,8 @@ class AutoUnits:
                 self._left[root] += self._held.pop(module)
 
     def _children(self, module: nn.Module) -> list[nn.Module]:
-        return [
-            child for name, child in self._tree.open_children(module) if not _is_expert(name, child)
-        ]
+        children = self._tree.open_children(module)
+        return [child for name, child in children if not _is_expert(name, child)]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
         """Yield the keys by which repeated modules (blocks) are found: class, and parameter shapes.
@@ -227,6 +226,5 @@ def _is_expert(name: str, module: nn.Module) -> bool:
     # An expert of a mixture of experts must not be a unit. Each rank's data decides which experts
     # run on the rank, and all-gathers of different experts would deadlock. The pattern matches the
     # class name `Expert`, but not `MixtureOfExperts`, a module that always runs.
-    return "expert" in name.lower() or bool(
-        re.search("expert(?!s)", type(module).__name__, re.IGNORECASE)
-    )
+    is_named_so = re.search("expert(?!s)", type(module).__name__, re.IGNORECASE) is not None
+    return is_named_so or "expert" in name.lower()

@@ -91,7 +91,7 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
             return
         if converted.device.type == "meta":
             raise RuntimeError(
-                f"{unit_text(handle.unit_name)}: a sharded model cannot move to the meta device, "
+                f"{unit_text(handle.unit.name)}: a sharded model cannot move to the meta device, "
                 "where its weights would be lost. To free its memory, delete the model."
             )
         if converted.device != handle.flat_param.device:
@@ -99,7 +99,7 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         handle.gather.move_to(handle.device, converted.dtype)
         handle.grads.take_all_back()
         if handle.grads.was_edited:
-            raise edited(handle.unit_name)
+            raise edited(handle.unit.name)
         grads = [param.grad for param in handle.sharded]
         for param in handle.sharded:
             param.grad = None

@@ -168,7 +168,7 @@ class _Slot:
         if not tensor.is_meta:
             _write_pattern(tensor)
         if self.param is not None:
-            tensor = nn.Parameter(tensor, requires_grad=self.param.requires_grad)
+            tensor = nn.Parameter(tensor, requires_grad=self.param.sharded.requires_grad)
             tensor.__dict__ = self.param.sharded.__dict__  # attributes that users set
         self.holder[self.attribute] = tensor
 
@@ -394,7 +394,7 @@ class MetaInit:
                 elif slot.first is None and (value is not None or start.sends):
                     start.take_part(handle.flat_param, param, value)
                 elif slot.first is None:
-                    _write_pattern(handle.part(param))
+                    _write_pattern(handle.flat_param[param.spec.range])
             # Release the pages of shards on disk: otherwise the shards of all groups would be in
             # memory at the end.
             for handle in _handles_of(slots):
@@ -411,7 +411,7 @@ def check_loaded(root: nn.Module, world: Communicator) -> None:
         param.name
         for handle in handles_in(root)
         for param in handle.params
-        if _is_patterned(handle.part(param))
+        if _is_patterned(handle.flat_param[param.spec.range])
     ]
     empty += [name for name, buffer in root.named_buffers() if _is_patterned(buffer)]
     problem = None

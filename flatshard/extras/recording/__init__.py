@@ -17,6 +17,7 @@ import torch
 
 from flatshard.comm.communicator import LISTENERS
 from flatshard.engine.events import Kind, StepExtension
+from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.extras import peak_resident_bytes
 from flatshard.extras.recording.step_report import MemorySample, Range, StepReport, sum_up
@@ -242,7 +243,7 @@ class StepRecorder(StepExtension):
         """Record a sample of the memory if the memory of ``units`` has changed."""
         for unit in units:
             before = self._held.get(unit, (0, 0))
-            gathered = sum(handle.unsharded_bytes for handle in unit.handles)
+            gathered = sum(unsharded_bytes(handle) for handle in unit.handles)
             gradients = sum(handle.grads.nbytes for handle in unit.handles)
             if before != (gathered, gradients):
                 self._held[unit] = gathered, gradients
@@ -250,6 +251,12 @@ class StepRecorder(StepExtension):
                 all_gathered += gathered - before[0]
                 all_gradients += gradients - before[1]
                 self._samples.append(MemorySample(self._clock(), all_gathered, all_gradients))
+
+
+def unsharded_bytes(handle: FlatParamHandle) -> int:
+    """Return the memory of the unsharded buffer and the secondary shard, in bytes."""
+    secondary = handle.gather.secondary
+    return handle.memory.held_bytes + (0 if secondary is None else secondary.nbytes)
 
 
 # ------------------------------------------------------------ a recording

@@ -89,9 +89,8 @@ class SecondaryShard:
         """
         self.finish_refresh()
         assert self._part is not None, "the secondary shard was filled"
-        return self._comm.all_gather(
-            Gather(self._part, out, self._plan.unit_name, self._tag, purpose)
-        )
+        request = Gather(self._part, out, self._plan.unit_name, self._tag, purpose)
+        return self._comm.all_gather(request)
 
     def drop(self) -> None:
         self.finish_refresh()

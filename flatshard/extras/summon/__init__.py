@@ -23,7 +23,6 @@ from flatshard.module.wrappers import handles_in, units_between_steps
 from flatshard.precision import set_grad
 from flatshard.state.model_state import gather_full, hosts_of
 from flatshard.tensor import whole
-from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_grad, not_reduced
 from flatshard.units.module_tree import unit_text
 
@@ -57,12 +56,8 @@ def summon(module: nn.Module, request: Request, *, recurse: bool) -> Iterator[No
     _check_owns_parameters(module)
     handles = [handle for unit in units for handle in unit.handles]
     for handle in handles:
-        if (split := first_of_dtensor(param.spec for param in handle.params)) is not None:
-            raise NotImplementedError(
-                f"summon_full_params(): parameter {split!r} ({unit_text(handle.unit_name)}) was a "
-                "DTensor, and ranks outside of the shard group hold the rest of the parameter. "
-                "Read the parameter in model.state_dict(), and edit it with p.copy_(...)."
-            )
+        for param in handle.params:
+            param.spec.refuse_part("summon_full_params()")
         handle.check_places()
     if request.with_grads:
         _check_grads(handles)
@@ -147,7 +142,7 @@ class Summoned:
         handle.summoned = self
         # The full parameters that the modules hold on this rank, if any.
         self.shown = self.copies or (handle.sharded if handle.shard_is_buffer else [])
-        refuse: Any = partial(_refuse_gradient, handle.unit_name)
+        refuse: Any = partial(_refuse_gradient, handle.unit.name)
         # Mark the hook as a hook of flatshard, because `OriginalParam.hold_hooks` removes users'
         # hooks.
         refuse.of_flatshard = True
@@ -166,7 +161,7 @@ class Summoned:
         """Raise RuntimeError: an operation used sharded parameters under ``summon_full_params``."""
         handle = self._handle
         raise RuntimeError(
-            f"{unit_text(handle.unit_name)}, rank {handle.topology.world.global_rank}: its sharded "
+            f"{unit_text(handle.unit.name)}, rank {handle.topology.world.global_rank}: its sharded "
             "parameters were used under summon_full_params(). Use the full parameters that the "
             "modules hold inside the context (with rank0_only=True only on rank 0), or leave the "
             "context first."
@@ -188,7 +183,7 @@ class Summoned:
             return
         grads = dict(zip(present, full, strict=False))
         for one in handle.params:
-            copy = nn.Parameter(values[one.index], one.requires_grad)
+            copy = nn.Parameter(values[one.index], one.sharded.requires_grad)
             copy.__dict__ = one.sharded.__dict__  # attributes that users set
             grad = grads.get(one)
             set_grad(copy, None if grad is None else grad.to(device))
@@ -220,7 +215,7 @@ class Summoned:
         if not self.is_held and was_edited:
             rank = handle.topology.world.global_rank
             return [
-                f"{unit_text(handle.unit_name)}, rank {rank}: parameters were edited with "
+                f"{unit_text(handle.unit.name)}, rank {rank}: parameters were edited with "
                 "rank0_only=True. With this option, this rank holds only sharded parameters, and "
                 "rank 0 drops its edits. Edit with rank0_only=False"
             ]
@@ -228,7 +223,7 @@ class Summoned:
             return replaced
         if was_edited:
             return [
-                f"{unit_text(handle.unit_name)}: its sharded parameters were written while the "
+                f"{unit_text(handle.unit.name)}: its sharded parameters were written while the "
                 "modules held full parameters (by an optimizer step, or through parameters from "
                 "before the context). Edits of the full parameters are dropped. Edit only the "
                 "parameters that the modules hold, or pass writeback=False"
@@ -278,8 +273,7 @@ class Summoned:
                 param, sharded = self.copies[original.index], original.sharded
                 if original in edited:
                     sharded.copy_(param)
-                if sharded.requires_grad is not param.requires_grad:
-                    sharded.requires_grad_(param.requires_grad)
+                sharded.requires_grad_(param.requires_grad)
             if self.request.with_grads:
                 self._write_grads()
         handle.page_out()

@@ -57,7 +57,7 @@ def _row(unit: Unit, rest: str) -> tuple[str, ...]:
     topology = unit.settings.topology
     kinds = [
         str(handle.flat_param.dtype).removeprefix("torch.")
-        + ("" if handle.params[0].requires_grad else " frozen")
+        + ("" if handle.sharded[0].requires_grad else " frozen")
         + (f" {handle.layout.numel:,}" if len(unit.handles) > 1 else "")
         for handle in unit.handles
     ]

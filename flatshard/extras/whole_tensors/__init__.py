@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
+from flatshard.extras.model_shards import first_of_dtensor
 from flatshard.extras.partial_steps import step_groups
 from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, without_params
 from flatshard.optimizer import adapter as adapters
@@ -33,7 +34,7 @@ from flatshard.optimizer.adapter import Optimizer, all_params, map_state, named_
 from flatshard.optimizer.state_dicts import check_same_state, comparable
 from flatshard.precision import set_grad
 from flatshard.tensor import operators, sharded_tensor, whole
-from flatshard.tensor.shard_spec import ShardSpec, first_of_dtensor
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_unreduced, local_grad
 from flatshard.tensor.whole import Moved
 

@@ -13,6 +13,7 @@ from flatshard.extras.plan import plan
 from flatshard.extras.plan.hardware import Device, Machine
 from flatshard.extras.plan.replay import Replay, TracedModel
 from flatshard.extras.plan.shards import FlatMemory, plan_flats
+from flatshard.extras.recording import unsharded_bytes
 from flatshard.memory import storage_bytes
 from flatshard.module.wrappers import handles_in
 from flatshard.tensor.sharded_tensor import local_range
@@ -78,7 +79,7 @@ def test_predicted_bytes_are_held(rank: int, world_size: int) -> None:
             assert found["gradients"] == _held(p.grad for p in trained)
             states = _held(optimizer.state[p]["momentum_buffer"] for p in trained)
             assert found["optimizer"] == pytest.approx(states, rel=1e-3)  # padding has no state
-            assert replay.totals["unsharded"] == sum(handle.unsharded_bytes for handle in handles)
+            assert replay.totals["unsharded"] == sum(map(unsharded_bytes, handles))
             assert report.peak_gathered_bytes == planned.highest.get("unsharded", 0)
             # An upper bound: whether reductions overlap is a matter of time. One of two stages that
             # another rank keeps waiting may have a third one beside it.

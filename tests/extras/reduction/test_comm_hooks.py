@@ -62,7 +62,7 @@ def test_a_hook_reduces(rank: int, world_size: int) -> None:
 def _layouts(model: ShardedWrapper) -> list[tuple[str, int, int]]:
     """Name, padded elements and a shard's elements of every flat parameter."""
     handles = handles_in(model)
-    return [(h.unit_name, h.layout.padded_numel, h.layout.shard_numel) for h in handles]
+    return [(h.unit.name, h.layout.padded_numel, h.layout.shard_numel) for h in handles]
 
 
 @pytest.mark.uncoalesced
