@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatshard import declare_elementwise
+from flatshard import ShardedWrapper, declare_elementwise
 from flatshard.wrap import CustomPolicy
 from tests.idioms.graphs import penalty_of
 from tests.idioms.optimizers import averaged
@@ -753,3 +753,41 @@ def own_gradients_in_forward(side: Side) -> Any:
         flags = [[p.requires_grad, p.grad is None] for p in model.parameters()]
         results.append([loss.detach(), flags, getattr(layer, "seen", None)])
     return [*results, layer.copied, model]
+
+
+@idiom("a tensor assigned to `p.grad.data`, written and read later", ways="full grad_op no_shard")
+def tensors_as_data_of_gradients(side: Side) -> Any:
+    model, optimizer = side.begin(Mlp())
+    results = []
+    for step in range(3):
+        results.append(side.loss(model, step))
+        results[-1].backward()
+        assigned = []
+        for number, param in enumerate(model.parameters()):
+            assigned.append(torch.full(tuple(param.shape), 0.01 * number))
+            param.grad.data = assigned[-1]
+        for tensor in assigned:
+            tensor.mul_(2)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        results.append([tensor.clone() for tensor in assigned])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        results.append([tensor.sum() for tensor in assigned])
+    return [*results, model]
+
+
+@idiom(
+    "parameters frozen, and trained again, under `summon_full_params`",
+    unused=True,
+    ways="full grad_op no_shard",
+)
+def frozen_while_summoned(side: Side) -> Any:
+    model, optimizer = side.begin(Mlp())
+    results = []
+    for step, trains in enumerate((True, False, False, True)):
+        full = contextlib.nullcontext()
+        with ShardedWrapper.summon_full_params(model) if side.is_flatshard else full:
+            side.inner(model).fc2.requires_grad_(trains)
+        side.learn(model, optimizer, step)
+        results.append([param.requires_grad for param in model.parameters()])
+    return [*results, model]

@@ -76,6 +76,12 @@ def test_data_of_another_model(rank: int, world_size: int) -> None:
     online.train(2, 3), target.train(2, 3)
     with pytest.raises(RuntimeError, match=r"had changed after .*instead of q\.data = p\.data"):
         online.train(3, 4), target.train(3, 4)
+    first, second = (pair(rank, world_size, "full")[0] for _ in range(2))
+    for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        q.data = p.data
+    second.train(0, 1)  # `first` would have to follow
+    with pytest.raises(RuntimeError, match=r"had changed after .*instead of q\.data = p\.data"):
+        second.train(1, 2)
 
 
 @on_ranks(2)

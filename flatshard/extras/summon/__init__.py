@@ -266,14 +266,14 @@ class Summoned:
         edited = {p for p in handle.params if checksum(self.copies[p.index]) != self._sums[p.index]}
         if edited:
             handle.reshard()  # the writes below make the unsharded buffer stale
+        # Outside of `DisableTorchFunctionSubclass`, which would hide these writes from the handle.
+        for original in handle.params:
+            original.sharded.requires_grad_(self.copies[original.index].requires_grad)
         with torch._C.DisableTorchFunctionSubclass():
-            for original in handle.params:
+            for original in edited:
                 # Write into the sharded parameters. A write into the flat parameter would not
                 # increase the version counters of sharded parameters that are plain tensors.
-                param, sharded = self.copies[original.index], original.sharded
-                if original in edited:
-                    sharded.copy_(param)
-                sharded.requires_grad_(param.requires_grad)
+                original.sharded.copy_(self.copies[original.index])
             if self.request.with_grads:
                 self._write_grads()
         handle.page_out()
