@@ -197,7 +197,7 @@ def test_ways(rank: int, world_size: int, tmp_path: Path) -> None:
                 step_and_zero(optimizer)
             tolerance = 1e-5 if name == "float32" else 1e-12
             assert_same(model.state_dict(), plain.state_dict(), tolerance, tolerance)
-            with pytest.raises(NotImplementedError, match="only this rank's part .* of a DTensor"):
+            with pytest.raises(NotImplementedError, match="would see only this rank's part"):
                 ShardedWrapper.summon_full_params(model).__enter__()
 
 
