@@ -43,7 +43,6 @@ from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
 from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit, written_since_forward
-from flatshard.precision import get_grad, put_grad
 from flatshard.tensor.sharded_tensor import untraced
 
 # The ``Backward`` objects of all models on which a backward has begun. Used by `_may_reduce_early`.
@@ -201,7 +200,7 @@ class Backward:
         parameter number ``index`` of the flat parameter ``owner()``. After the flat parameter's
         last gradient, the reduction starts, if all earlier reductions in the order have started.
         """
-        handle, grad = owner(), get_grad(full)
+        handle, grad = owner(), full.grad
         if handle is None or grad is None:
             return
         grads, unit = handle.grads, handle.unit
@@ -210,7 +209,7 @@ class Backward:
             grad = grads.take_back(handle.params[index], grad)
         # Empty `.grad`: otherwise autograd would add the next gradient in place, into a tensor that
         # `grads` keeps without a copy.
-        put_grad(full, None)
+        full.grad = None
         # Call `begin` before storing the gradient, because `begin` may drop all stored gradients
         # (of a failed backward).
         if not self.is_active or torch._C._current_graph_task_id() != self._graph_task:

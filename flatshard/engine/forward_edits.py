@@ -132,7 +132,7 @@ class ForwardEdits:
 
 
 def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
-    """Raise if a forward has replaced a parameter, or assigned another tensor to ``p.data``.
+    """Raise if a forward has replaced or frozen a parameter, or has assigned to ``p.data``.
 
     ``places``: the modules and attributes at which the parameters of ``handle`` were.
     """
@@ -143,6 +143,15 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
     are_in_place = len(handle.unit.modules) == 1 and (
         [*map(Tensor.data_ptr, fulls)] == [address + itemsize * span.start for span in spans]
     )
+    if [full.requires_grad for full in fulls] != handle.trained:
+        changed = [p for p in handle.params if p.full.requires_grad is not handle.trained[p.index]]
+        for param in changed:
+            param.full.requires_grad_(handle.trained[param.index])
+        raise RuntimeError(
+            f"{changed[0].where}: requires_grad was changed in forward, where parameters are "
+            "unsharded copies, so the change would be lost. Set requires_grad of the parameters in "
+            "model.parameters() before or after forward, or restore it at the end of forward."
+        )
     for module, attribute, param in places:
         if module._parameters.get(attribute) is not installed[param.index]:
             raise RuntimeError(

@@ -240,21 +240,13 @@ class Gradients:
         """
         pending, self.pending = self.pending, {}
         indices = pending.keys()
-        held = [self.slots[index] for index in indices if index in self.slots]
-        can_add = len(held) == len(indices) and {s.dtype for s in held} == {self.dtypes.accum_dtype}
+        is_usual = not (self._is_single or torch.is_grad_enabled())
+        is_usual = is_usual and {*map(_LAYOUT, pending.values())} == {torch.strided}
         # The usual case: autograd has given each gradient the strides of its parameter.
-        if (
-            not (self._is_single or torch.is_grad_enabled())
-            and {*map(_LAYOUT, pending.values())} == {torch.strided}
-            and (not held or can_add)
-        ):
-            self.arrived.update(indices)
-            self.used_by_rank.update(indices)
-            if held:
-                torch._foreach_add_(held, [*pending.values()])
-                return
+        if is_usual and self.slots.keys().isdisjoint(indices):
             self.slots.update(pending)
-            self._separate.update(indices)
+            for marks in (self._separate, self.arrived, self.used_by_rank):
+                marks.update(indices)
             # If later backwards add to a gradient, do not round it to a narrower reduce dtype yet.
             if not more_to_come or self.dtypes.accum_dtype is self.dtypes.reduce_dtype:
                 for index in self.large.intersection(indices):
@@ -262,6 +254,13 @@ class Gradients:
                     place = view_of(buffer, self._layout.spans[index])
                     self.slots[index] = place.copy_(pending[index])
                     self._separate.discard(index)
+            return
+        held = [self.slots[index] for index in indices if index in self.slots]
+        can_add = len(held) == len(indices) and {s.dtype for s in held} == {self.dtypes.accum_dtype}
+        if is_usual and can_add:  # the second micro-batch
+            torch._foreach_add_(held, [*pending.values()])
+            self.arrived.update(indices)
+            self.used_by_rank.update(indices)
             return
         for index, grad in pending.items():
             self.receive(index, grad)
@@ -598,7 +597,7 @@ class Gradients:
     def leave_failed_backward(self) -> None:
         """Restore the ``.grad`` from before the failed backward."""
         for param in self._params:
-            put_grad(param.full, None)  # perhaps the failed backward has left an unreduced gradient
+            param.full.grad = None  # perhaps the failed backward has left an unreduced gradient
         self._restore_earlier()
 
 

@@ -368,7 +368,7 @@ class FlatParamHandle:
             self.trained = [*map(_REQUIRES_GRAD, self.sharded)]
             # Users set `requires_grad` of the sharded parameters. Copy the flags to the full ones.
             for full, trains in zip(self.fulls, self.trained, strict=True):
-                Tensor.requires_grad_(full, trains)
+                full.requires_grad_(trains)
         self.num_trainable = sum(self.trained)
 
     def check_places(self) -> None:

@@ -49,10 +49,9 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Call, Phase, Unit, written_since_forward
 from flatshard.precision import tensors_in
 from flatshard.tensor.sharded_tensor import untraced
-from flatshard.tensor.unsharded import UnshardedParameter
 from flatshard.units.module_tree import unit_text
 
-_PLAIN = (torch.Tensor, nn.Parameter, UnshardedParameter)
+_PLAIN = (torch.Tensor, nn.Parameter)
 _CHECKPOINT = "torch.utils.checkpoint"  # the module of torch's hooks for activation checkpointing
 
 CLEAN_STEPS = 2
@@ -290,7 +289,7 @@ class SavedTensors:
             handle, copies = found
             if handle.buffer._version != handle.clean_version:
                 state.edits.check_values(handle)
-            if type(tensor) is not Tensor and not copies:
+            if type(tensor) is nn.Parameter and not copies:
                 return SavedView(handle, handle.gathered_version, tensor, step=self._step)
             # Copy views that `as_strided` cannot rebuild: in another dtype, conjugated or negated.
             reinterprets = tensor.dtype != handle.buffer.dtype

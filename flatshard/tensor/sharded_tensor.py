@@ -7,7 +7,7 @@ Every operation on a sharded tensor either returns the right result or raises. E
 operations run on this rank's range. For a reduction over all elements, such as a norm, one
 collective combines the ranks' results. If a program writes a full tensor to a sharded tensor, each
 rank copies only its own range. Every other operation raises an error that names the parameter.
-During forward and backward, modules contain full parameters instead (``UnshardedParameter``).
+During forward and backward, modules contain plain parameters instead.
 """
 
 from __future__ import annotations

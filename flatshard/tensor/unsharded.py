@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,40 +41,7 @@ _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
 }
 
 
-class UnshardedParameter(nn.Parameter):
-    """Class of a full parameter while modules compute with it.
-
-    ``grad``, ``requires_grad`` and hooks are those of the sharded parameter. So a forward may read
-    and set them (``self.zero_grad()``, ``self.weight.requires_grad_(False)``) as without wrapper.
-    flatshard itself reads autograd's own gradient by `get_grad`.
-    """
-
-    _full_of: Callable[[], ShardSpec | None]
-
-    def _sharded(self) -> Any:
-        # While Dynamo compiles, it copies tensors with their gradients, which it must not find.
-        spec = None if torch.compiler.is_compiling() else self._full_of()
-        return getattr(getattr(spec, "original", None), "sharded", None)
-
-    grad = property(
-        lambda self: getattr(self._sharded(), "grad", None),
-        lambda self, value: setattr(self._sharded(), "grad", value),
-    )  # type: ignore[assignment]
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        self._sharded().requires_grad_(requires_grad)
-        return Tensor.requires_grad_(self, requires_grad)  # type: ignore[return-value]
-
-    requires_grad = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[assignment, attr-defined]
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        return self._sharded().register_post_accumulate_grad_hook(hook)
-
-    def __deepcopy__(self, memo: object) -> nn.Parameter:
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
-
-
-class FreedParameter(UnshardedParameter):
+class FreedParameter(nn.Parameter):
     """Class of a full parameter while its unit is resharded; see [Note: freed parameters]."""
 
     @classmethod
@@ -85,7 +52,7 @@ class FreedParameter(UnshardedParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         freed = next(t for t in pytree.tree_leaves((args, kwargs)) if type(t) is FreedParameter)
-        spec = freed._full_of()
+        spec: ShardSpec | None = freed._full_of()  # type: ignore[attr-defined]
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
@@ -109,7 +76,7 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
     """Allow or forbid operations on full parameters, by changing the class of the parameters."""
     # Use a class instead of a flag. To check a flag, unsharded parameters would need
     # ``__torch_function__``, too, which would slow down forward.
-    kind = UnshardedParameter if may_read else FreedParameter
+    kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
 

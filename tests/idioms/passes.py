@@ -705,56 +705,6 @@ def saved_in_half(side: Side) -> Any:
     return side.wrap(nn.Sequential(Half(7, 5), nn.Linear(5, 3)), Half)
 
 
-class _UsesGradient(nn.Linear):
-    """Its forward uses its own parameters' gradients and flags, as the step tells it."""
-
-    act: Callable[["_UsesGradient"], object] = staticmethod(lambda _: None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.act(self)
-        return super().forward(x)
-
-
-_OWN_GRADIENTS: list[Callable[[Any], object]] = [
-    lambda layer: setattr(layer, "seen", layer.weight.grad is None),
-    lambda layer: setattr(layer, "seen", layer.weight.grad.norm()),
-    lambda layer: layer.bias.grad.mul_(0.5),
-    lambda layer: setattr(layer.weight, "grad", None),
-    lambda layer: setattr(layer.bias, "grad", torch.ones_like(layer.bias)),
-    lambda layer: layer.zero_grad(),
-    lambda layer: layer.zero_grad(set_to_none=False),
-    lambda layer: layer.weight.requires_grad_(False),
-    lambda layer: layer.bias.requires_grad_(layer.weight.requires_grad),
-    lambda layer: layer.requires_grad_(True),
-    lambda layer: setattr(layer.weight, "requires_grad", False),
-    lambda layer: setattr(layer.weight, "requires_grad", True),
-    lambda layer: layer.weight.register_post_accumulate_grad_hook(
-        lambda param: setattr(layer, "seen", param.grad is None)
-    ),
-    lambda layer: setattr(layer, "copied", copy.deepcopy(layer.weight).detach().mul_(2).sum()),
-]
-
-
-@idiom(
-    "a forward that reads and changes `.grad` and `requires_grad` of its module's own parameters",
-    unused=True,
-    ways="full grad_op no_shard keep",
-)
-def own_gradients_in_forward(side: Side) -> Any:
-    layer = _UsesGradient(7, 7)
-    model = side.wrap(nn.Sequential(layer, nn.Linear(7, 3)))
-    optimizer, results = side.sgd(model), []
-    for step, act in enumerate(_OWN_GRADIENTS):
-        layer.act = act
-        loss = side.loss(model, step)
-        layer.act = lambda _: None
-        loss.backward()
-        optimizer.step()
-        flags = [[p.requires_grad, p.grad is None] for p in model.parameters()]
-        results.append([loss.detach(), flags, getattr(layer, "seen", None)])
-    return [*results, layer.copied, model]
-
-
 @idiom("a tensor assigned to `p.grad.data`, written and read later", ways="full grad_op no_shard")
 def tensors_as_data_of_gradients(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
