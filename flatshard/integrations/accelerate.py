@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     if hasattr(sampler, "even_batches"):
                         stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
                         sampler.even_batches = even_batches
+                    else:
+                        text = "even_batches is only supported for map-style datasets"
+                        warnings.warn(f"join_uneven_inputs: {text}.", stacklevel=3)
             for one in joinables:
                 if isinstance(one, ShardedWrapper):
                     stack.enter_context(one.join())
@@ -207,10 +211,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             FileNotFoundError: accelerate's own ``Accelerator`` saved the folder. Nothing is loaded.
         """
-        found: list[str] = []
 
-        def check(_: Any, folder: str) -> None:
-            found.append(folder)
+        def load(_: Any, folder: str) -> None:
             if trained and not (Path(folder) / f"{_FOLDER}_0").is_dir():
                 raise FileNotFoundError(
                     f"load_state: {folder} has no folder {_FOLDER}_0: accelerate's own Accelerator "
@@ -219,22 +221,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     "path), and optimizer.bin with ShardedWrapper.optim_state_dict_to_load("
                     "model, optimizer.optimizer, torch.load(path), load_directly=True)."
                 )
-
-        with self.register_load_state_pre_hook(check), self._without_models() as trained:
-            super().load_state(input_dir, *args, **kwargs)
             for number, (model, optimizer) in enumerate(trained):
-                checkpoint.load(Path(found[0]) / f"{_FOLDER}_{number}", model, optimizer)
+                checkpoint.load(Path(folder) / f"{_FOLDER}_{number}", model, optimizer)
+
+        with self._without_models() as trained:
+            # Load first, so that a hook of the program may load other weights, as with accelerate.
+            hooks: dict[Any, Any] = self._load_model_state_pre_hook  # type: ignore[has-type]
+            self._load_model_state_pre_hook = {"flatshard": load, **hooks}
+            super().load_state(input_dir, *args, **kwargs)
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
         """Hide models and optimizers from accelerate, which would save only rank 0's shards.
 
-        Yields pairs of a model and one of the model's optimizers, or a model and None.
+        The program's hooks get the unwrapped models, as with accelerate. Yields pairs of a model
+        and one of the model's optimizers, or a model and None.
         """
-        models: list[nn.Module] = self._models  # type: ignore[has-type]
-        optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
         trained: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
-        rest = list(optimizers)
+        models: list[nn.Module] = self._models  # type: ignore[has-type]
+        rest: list[Any] = list(self._optimizers)  # type: ignore[has-type]
         for model in models:
             ids = {id(param) for param in model.parameters()}
             own = [
@@ -247,8 +252,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "save_state, load_state: an optimizer was passed to prepare() without its model. "
                 "Pass the model of every optimizer to prepare() too."
             )
-        self._models, self._optimizers = [], []
+
+        def with_models(hook: Any) -> Any:
+            return lambda _, *rest: hook(shown, *rest)
+
+        shown = [self.unwrap_model(model) for model in models]  # a hook may empty this list
+
+        hidden: dict[str, Any] = {"_models": [], "_optimizers": []}
+        for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook"):
+            hidden[name] = {key: with_models(hook) for key, hook in getattr(self, name).items()}
+        before = {name: getattr(self, name) for name in hidden}
+        self.__dict__.update(hidden)
         try:
             yield trained
         finally:
-            self._models, self._optimizers = models, optimizers
+            self.__dict__.update(before)
