@@ -20,18 +20,13 @@ from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 from torch import nn
 
 from flatshard import checkpoint
+from flatshard.engine.run_state import temporarily
 from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# Arguments of Accelerator that would shard the model in another way. For each: the same setting in
-# accelerate's config file, and the environment variable in which `accelerate launch` passes it.
-_OTHERS = {
-    "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
-    "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
-    "megatron_lm_plugin": ("use_megatron_lm", "ACCELERATE_USE_MEGATRON_LM"),
-    "parallelism_config": ("use_parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
-}
+# Arguments of Accelerator that would shard the model in another way.
+_OTHERS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FOLDER = "flatshard"
 
@@ -74,8 +69,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(
         self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        for argument, (setting, variable) in _OTHERS.items():
-            if kwargs.get(argument) is not None or parse_flag_from_env(variable):
+        for argument in _OTHERS:
+            setting = f"use_{argument.removesuffix('_plugin')}"  # name in accelerate's config file
+            # `accelerate launch` passes settings in environment variables.
+            is_set = parse_flag_from_env(f"ACCELERATE_{setting.upper()}")
+            if is_set or kwargs.get(argument) is not None:
                 raise ValueError(
                     f"Accelerator: {argument} asks accelerate to shard the model, which flatshard "
                     f"already does. Leave out {argument}, or {setting} in the config file."
@@ -111,19 +109,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if is_prepared or evaluation_mode or self.distributed_type is DistributedType.NO:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if not sharded_modules(model):
-            model = ShardedWrapper(model, **self._keywords())
-            if self.ddp_handler is not None:
-                self.ddp_handler.register_comm_hook(model)
+            keywords: dict[str, Any] = {"device_id": self.device}
+            if dtype := _DTYPES.get(self.mixed_precision):
+                keywords["mixed_precision"] = MixedPrecision(dtype, reduce_dtype=torch.float32)
+            handler = self.ddp_handler or accelerate.DistributedDataParallelKwargs()
+            model = ShardedWrapper(model, **{**keywords, **handler.to_kwargs(), **self.sharding})
+            handler.register_comm_hook(model)
         # accelerate must not move the model, or wrap the model in DistributedDataParallel.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
-
-    def _keywords(self) -> dict[str, Any]:
-        keywords: dict[str, Any] = {"device_id": self.device}
-        if dtype := _DTYPES.get(self.mixed_precision):
-            keywords["mixed_precision"] = MixedPrecision(dtype, reduce_dtype=torch.float32)
-        if self.ddp_handler is not None:
-            keywords.update(self.ddp_handler.to_kwargs())
-        return {**keywords, **self.sharding}
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -131,11 +124,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Prepare an optimizer, and leave the optimizer's state on the device of the shards."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the module inside the wrappers. The module's parameters stay sharded."""
-        found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        found = super().unwrap_model(model, *args, **kwargs)
         return found.module if isinstance(found, ShardedWrapper) else found
 
     @staticmethod
@@ -156,13 +147,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             elif even_batches is not None:
                 # Set `even_batches` here: accelerate's method raises if all models are wrapped.
                 samplers: list[Any] = [one.batch_sampler for one in self._dataloaders]
-                for sampler in samplers:
-                    if hasattr(sampler, "even_batches"):
-                        stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
-                        sampler.even_batches = even_batches
-                    else:
-                        text = "even_batches is only supported for map-style datasets"
-                        warnings.warn(f"join_uneven_inputs: {text}.", stacklevel=3)
+                known = [one for one in samplers if hasattr(one, "even_batches")]
+                stack.enter_context(temporarily(known, even_batches=even_batches))
+                if len(known) < len(samplers):
+                    warnings.warn("even_batches has no effect on IterableDatasets.", stacklevel=3)
             for one in joinables:
                 if isinstance(one, ShardedWrapper):
                     stack.enter_context(one.join())
@@ -258,12 +246,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         shown = [self.unwrap_model(model) for model in models]  # a hook may empty this list
 
-        hidden: dict[str, Any] = {"_models": [], "_optimizers": []}
-        for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook"):
-            hidden[name] = {key: with_models(hook) for key, hook in getattr(self, name).items()}
-        before = {name: getattr(self, name) for name in hidden}
-        self.__dict__.update(hidden)
-        try:
+        names = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
+        found = {name: getattr(self, name).items() for name in names}
+        hooks = {name: {key: with_models(one) for key, one in own} for name, own in found.items()}
+        with temporarily([self], _models=[], _optimizers=[], **hooks):
             yield trained
-        finally:
-            self.__dict__.update(before)

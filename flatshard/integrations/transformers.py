@@ -105,8 +105,11 @@ class ShardedTrainerMixin:
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the full model for ``from_pretrained``; rank 0 writes the files. Collective."""
         state = checkpoint.full_state_dict(self._trained)
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+        # For the keys of a state dict, PEFT calls state_dict() of modules on rank 0 only. A sharded
+        # state dict needs no other rank.
+        with ShardedWrapper.state_dict_type(self._trained, "SHARDED_STATE_DICT"):
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -157,7 +157,7 @@ def _uneven_inputs(ours: Any, rank: int) -> None:
         optimizer.step()
     assert_close(dict(model.state_dict()), dict(expected.state_dict()))
     accelerator.prepare(torch.utils.data.DataLoader(Stream()))
-    with pytest.warns(UserWarning, match="even_batches is only supported for map-style datasets"):
+    with pytest.warns(UserWarning, match="even_batches has no effect on IterableDatasets"):
         accelerator.join_uneven_inputs([model], even_batches=False).__enter__()
 
 
