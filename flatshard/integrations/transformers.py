@@ -58,8 +58,8 @@ class ShardedTrainerMixin:
             is ``{"auto_wrap_policy": "auto"}``.
 
     Raises:
-        ValueError: on all ranks: ``TrainingArguments`` also ask for FSDP, DeepSpeed or
-            ``torch_compile``.
+        ValueError: on all ranks: ``TrainingArguments`` also ask for FSDP, DeepSpeed,
+            ``torch_compile`` or ``save_on_each_node``.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class ShardedTrainerMixin:
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        for setting in ("fsdp", "deepspeed", "torch_compile"):
+        # `save_on_each_node`: other nodes would save empty files, as only rank 0 has the full model.
+        for setting in ("fsdp", "deepspeed", "torch_compile", "save_on_each_node"):
             if getattr(self.args, setting, None):
                 raise ValueError(
                     f"TrainingArguments({setting}=...) conflicts with flatshard's sharding. Leave "

@@ -172,8 +172,9 @@ def _generates(rank: int, folder: str) -> None:
 def _refuses(rank: int, folder: str) -> None:
     from flatshard.integrations.transformers import FlatshardTrainer
 
-    with pytest.raises(ValueError, match=r"TrainingArguments\(torch_compile=...\) conflicts"):
-        _trainer(FlatshardTrainer, folder, _llama(), torch_compile=True)
+    for setting in ("torch_compile", "save_on_each_node"):
+        with pytest.raises(ValueError, match=rf"TrainingArguments\({setting}=...\) conflicts"):
+            _trainer(FlatshardTrainer, folder, _llama(), **{setting: True})
 
 
 def _page(rank: int, folder: str) -> None:
