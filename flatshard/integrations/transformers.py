@@ -70,7 +70,7 @@ class ShardedTrainerMixin:
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        # `save_on_each_node`: other nodes would save empty files, as only rank 0 has the full model.
+        # With `save_on_each_node`, nodes without rank 0 would save empty files.
         for setting in ("fsdp", "deepspeed", "torch_compile", "save_on_each_node"):
             if getattr(self.args, setting, None):
                 raise ValueError(
