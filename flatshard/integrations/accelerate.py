@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import torch
@@ -20,7 +21,6 @@ from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 from torch import nn
 
 from flatshard import checkpoint
-from flatshard.engine.run_state import temporarily
 from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
@@ -148,7 +148,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 # Set `even_batches` here: accelerate's method raises if all models are wrapped.
                 samplers: list[Any] = [one.batch_sampler for one in self._dataloaders]
                 known = [one for one in samplers if hasattr(one, "even_batches")]
-                stack.enter_context(temporarily(known, even_batches=even_batches))
+                for one in known:
+                    stack.enter_context(mock.patch.object(one, "even_batches", even_batches))
                 if len(known) < len(samplers):
                     warnings.warn("even_batches has no effect on IterableDatasets.", stacklevel=3)
             for one in joinables:
@@ -214,8 +215,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         with self._without_models() as trained:
             # Load first, so that a hook of the program may load other weights, as with accelerate.
-            hooks: dict[Any, Any] = self._load_model_state_pre_hook  # type: ignore[has-type]
-            self._load_model_state_pre_hook = {"flatshard": load, **hooks}
+            self._load_model_state_pre_hook = {"flatshard": load, **self._load_model_state_pre_hook}  # type: ignore[has-type]
             super().load_state(input_dir, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -246,8 +246,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         shown = [self.unwrap_model(model) for model in models]  # a hook may empty this list
 
-        names = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
-        found = {name: getattr(self, name).items() for name in names}
-        hooks = {name: {key: with_models(one) for key, one in own} for name, own in found.items()}
-        with temporarily([self], _models=[], _optimizers=[], **hooks):
+        hooks: dict[str, Any] = {}
+        for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook"):
+            hooks[name] = {key: with_models(hook) for key, hook in getattr(self, name).items()}
+        with mock.patch.multiple(self, _models=[], _optimizers=[], **hooks):
             yield trained
