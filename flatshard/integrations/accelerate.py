@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import torch
@@ -23,14 +25,8 @@ from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# Arguments of Accelerator that would shard the model in another way. For each: the same setting in
-# accelerate's config file, and the environment variable in which `accelerate launch` passes it.
-_OTHERS = {
-    "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
-    "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
-    "megatron_lm_plugin": ("use_megatron_lm", "ACCELERATE_USE_MEGATRON_LM"),
-    "parallelism_config": ("use_parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
-}
+# Arguments of Accelerator that would shard the model in another way.
+_OTHERS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FOLDER = "flatshard"
 
@@ -73,8 +69,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(
         self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        for argument, (setting, variable) in _OTHERS.items():
-            if kwargs.get(argument) is not None or parse_flag_from_env(variable):
+        for argument in _OTHERS:
+            setting = f"use_{argument.removesuffix('_plugin')}"  # name in accelerate's config file
+            # `accelerate launch` passes settings in environment variables.
+            is_set = parse_flag_from_env(f"ACCELERATE_{setting.upper()}")
+            if is_set or kwargs.get(argument) is not None:
                 raise ValueError(
                     f"Accelerator: {argument} asks accelerate to shard the model, which flatshard "
                     f"already does. Leave out {argument}, or {setting} in the config file."
@@ -110,19 +109,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if is_prepared or evaluation_mode or self.distributed_type is DistributedType.NO:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if not sharded_modules(model):
-            model = ShardedWrapper(model, **self._keywords())
-            if self.ddp_handler is not None:
-                self.ddp_handler.register_comm_hook(model)
+            keywords: dict[str, Any] = {"device_id": self.device}
+            if dtype := _DTYPES.get(self.mixed_precision):
+                keywords["mixed_precision"] = MixedPrecision(dtype, reduce_dtype=torch.float32)
+            handler = self.ddp_handler or accelerate.DistributedDataParallelKwargs()
+            model = ShardedWrapper(model, **{**keywords, **handler.to_kwargs(), **self.sharding})
+            handler.register_comm_hook(model)
         # accelerate must not move the model, or wrap the model in DistributedDataParallel.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
-
-    def _keywords(self) -> dict[str, Any]:
-        keywords: dict[str, Any] = {"device_id": self.device}
-        if dtype := _DTYPES.get(self.mixed_precision):
-            keywords["mixed_precision"] = MixedPrecision(dtype, reduce_dtype=torch.float32)
-        if self.ddp_handler is not None:
-            keywords.update(self.ddp_handler.to_kwargs())
-        return {**keywords, **self.sharding}
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -130,11 +124,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Prepare an optimizer, and leave the optimizer's state on the device of the shards."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the module inside the wrappers. The module's parameters stay sharded."""
-        found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        found = super().unwrap_model(model, *args, **kwargs)
         return found.module if isinstance(found, ShardedWrapper) else found
 
     @staticmethod
@@ -155,10 +147,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             elif even_batches is not None:
                 # Set `even_batches` here: accelerate's method raises if all models are wrapped.
                 samplers: list[Any] = [one.batch_sampler for one in self._dataloaders]
-                for sampler in samplers:
-                    if hasattr(sampler, "even_batches"):
-                        stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
-                        sampler.even_batches = even_batches
+                known = [one for one in samplers if hasattr(one, "even_batches")]
+                for one in known:
+                    stack.enter_context(mock.patch.object(one, "even_batches", even_batches))
+                if len(known) < len(samplers):
+                    warnings.warn("even_batches has no effect on IterableDatasets.", stacklevel=3)
             for one in joinables:
                 if isinstance(one, ShardedWrapper):
                     stack.enter_context(one.join())
@@ -207,10 +200,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             FileNotFoundError: accelerate's own ``Accelerator`` saved the folder. Nothing is loaded.
         """
-        found: list[str] = []
 
-        def check(_: Any, folder: str) -> None:
-            found.append(folder)
+        def load(_: Any, folder: str) -> None:
             if trained and not (Path(folder) / f"{_FOLDER}_0").is_dir():
                 raise FileNotFoundError(
                     f"load_state: {folder} has no folder {_FOLDER}_0: accelerate's own Accelerator "
@@ -219,22 +210,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     "path), and optimizer.bin with ShardedWrapper.optim_state_dict_to_load("
                     "model, optimizer.optimizer, torch.load(path), load_directly=True)."
                 )
-
-        with self.register_load_state_pre_hook(check), self._without_models() as trained:
-            super().load_state(input_dir, *args, **kwargs)
             for number, (model, optimizer) in enumerate(trained):
-                checkpoint.load(Path(found[0]) / f"{_FOLDER}_{number}", model, optimizer)
+                checkpoint.load(Path(folder) / f"{_FOLDER}_{number}", model, optimizer)
+
+        with self._without_models() as trained:
+            # Load first, so that a hook of the program may load other weights, as with accelerate.
+            self._load_model_state_pre_hook = {"flatshard": load, **self._load_model_state_pre_hook}  # type: ignore[has-type]
+            super().load_state(input_dir, *args, **kwargs)
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
         """Hide models and optimizers from accelerate, which would save only rank 0's shards.
 
-        Yields pairs of a model and one of the model's optimizers, or a model and None.
+        The program's hooks get the unwrapped models, as with accelerate. Yields pairs of a model
+        and one of the model's optimizers, or a model and None.
         """
-        models: list[nn.Module] = self._models  # type: ignore[has-type]
-        optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
         trained: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
-        rest = list(optimizers)
+        models: list[nn.Module] = self._models  # type: ignore[has-type]
+        rest: list[Any] = list(self._optimizers)  # type: ignore[has-type]
         for model in models:
             ids = {id(param) for param in model.parameters()}
             own = [
@@ -247,8 +240,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "save_state, load_state: an optimizer was passed to prepare() without its model. "
                 "Pass the model of every optimizer to prepare() too."
             )
-        self._models, self._optimizers = [], []
-        try:
+
+        def with_models(hook: Any) -> Any:
+            return lambda _, *rest: hook(shown, *rest)
+
+        shown = [self.unwrap_model(model) for model in models]  # a hook may empty this list
+
+        hooks: dict[str, Any] = {}
+        for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook"):
+            hooks[name] = {key: with_models(hook) for key, hook in getattr(self, name).items()}
+        with mock.patch.multiple(self, _models=[], _optimizers=[], **hooks):
             yield trained
-        finally:
-            self._models, self._optimizers = models, optimizers

@@ -20,6 +20,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import ddp as fabric_ddp
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -110,7 +111,10 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         # Write to `__dict__`: `setattr` would make the wrapper a submodule of its own module.
         known = self.model.__dict__
         if _WRAPPER not in known:
-            known[_WRAPPER] = _sharded(self.model, self.root_device, self._ddp_kwargs)
+            model = self._layer_sync.apply(self.model) if self._layer_sync else self.model
+            known[_WRAPPER] = _sharded(model, self.root_device, self._ddp_kwargs)
+            hook = self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
+            _register_ddp_comm_hook(known[_WRAPPER], *hook)
         self.model = known[_WRAPPER]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,9 +273,9 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
-        if not enabled or not isinstance(module, ShardedWrapper):
-            return contextlib.nullcontext()
-        return module.no_sync()
+        if enabled and isinstance(module, ShardedWrapper):
+            return module.no_sync()
+        return contextlib.nullcontext()
 
 
 def _sharded(module: nn.Module, device: torch.device, keywords: dict[str, Any]) -> nn.Module:

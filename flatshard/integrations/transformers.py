@@ -58,8 +58,8 @@ class ShardedTrainerMixin:
             is ``{"auto_wrap_policy": "auto"}``.
 
     Raises:
-        ValueError: on all ranks: ``TrainingArguments`` also ask for FSDP, DeepSpeed or
-            ``torch_compile``.
+        ValueError: on all ranks: ``TrainingArguments`` also ask for FSDP, DeepSpeed,
+            ``torch_compile`` or ``save_on_each_node``.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class ShardedTrainerMixin:
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        for setting in ("fsdp", "deepspeed", "torch_compile"):
+        # With `save_on_each_node`, nodes without rank 0 would save empty files.
+        for setting in ("fsdp", "deepspeed", "torch_compile", "save_on_each_node"):
             if getattr(self.args, setting, None):
                 raise ValueError(
                     f"TrainingArguments({setting}=...) conflicts with flatshard's sharding. Leave "
@@ -105,8 +106,11 @@ class ShardedTrainerMixin:
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the full model for ``from_pretrained``; rank 0 writes the files. Collective."""
         state = checkpoint.full_state_dict(self._trained)
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+        # For the keys of a state dict, PEFT calls state_dict() of modules on rank 0 only. A sharded
+        # state dict needs no other rank.
+        with ShardedWrapper.state_dict_type(self._trained, "SHARDED_STATE_DICT"):
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

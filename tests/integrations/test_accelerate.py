@@ -45,6 +45,11 @@ def accelerators(rank: int, world_size: int) -> Iterator[tuple[Any, Any]]:
         yield functools.partial(make, accelerate.Accelerator), ours
 
 
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
 class Training:
     """A program: made anew by each accelerator, always of the same numbers."""
 
@@ -97,6 +102,7 @@ def test_as_with_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
         _uneven_inputs(ours, rank)
         _values_and_names(ours, rank, tmp_path)
         _saved_by_ddp(theirs, ours, tmp_path)
+        _hooks(theirs, ours, tmp_path)
 
 
 def _kept_by_the_user(ours: Any) -> None:
@@ -150,6 +156,9 @@ def _uneven_inputs(ours: Any, rank: int) -> None:
             (nn.functional.mse_loss(expected(inputs), targets) / 2).backward()
         optimizer.step()
     assert_close(dict(model.state_dict()), dict(expected.state_dict()))
+    accelerator.prepare(torch.utils.data.DataLoader(Stream()))
+    with pytest.warns(UserWarning, match="even_batches has no effect on IterableDatasets"):
+        accelerator.join_uneven_inputs([model], even_batches=False).__enter__()
 
 
 def _values_and_names(ours: Any, rank: int, folder: Path) -> None:
@@ -185,6 +194,38 @@ def _saved_by_ddp(theirs: Any, ours: Any, folder: Path) -> None:
     assert_close(sharded.weights(), plain.weights())
     (loaded, *_) = ShardedWrapper.optim_state_dict(sharded.model, optimizer)["state"].values()
     assert_close(loaded["exp_avg"], state["state"][0]["exp_avg"])
+
+
+def _hooks(theirs: Any, ours: Any, folder: Path) -> None:
+    """Hooks of save_state and load_state get the models. The load hook may load other weights."""
+    for kind, make in {"theirs": theirs, "ours": ours}.items():
+        _hooked(Training(make()), f"{folder}/hooks_{kind}")
+
+
+def _hooked(run: Training, folder: str) -> None:
+    seen: list[Any] = []
+
+    def save(models: list[Any], _: Any, path: str) -> None:
+        seen.append(("save", models[:], path))
+
+    def load(models: list[Any], path: str) -> None:
+        seen.append(("load", models[:], path))
+        nn.init.ones_(next(models.pop().parameters()))
+
+    run.accelerator.register_save_state_pre_hook(save)
+    handle = run.accelerator.register_load_state_pre_hook(load)
+    run.steps(1)
+    before = run.weights()
+    run.accelerator.save_state(folder)
+    run.steps(1)
+    run.accelerator.load_state(folder)
+    module = run.accelerator.unwrap_model(run.model)
+    assert seen == [(kind, [module], folder) for kind in ("save", "load")]
+    assert_close(run.weights()["0.weight"], torch.ones(10, 6))
+    handle.remove()
+    run.accelerator.load_state(folder)
+    assert_close(run.weights(), before)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2), (2, 3)])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from flatshard import ShardedWrapper, sharded_modules
+from flatshard import FlatShardTensor, ShardedWrapper, sharded_modules
 from tests.harness import naming, run_ranks
 from tests.integrations import PRELOAD, as_under_torchrun, needs, small_net
 
@@ -145,6 +145,36 @@ def _refuses(rank: int, world_size: int, folder: str) -> None:
 
 
 @_program
+def _prepares(rank: int, world_size: int, folder: str) -> None:
+    """Before wrapping, plugins such as sync_batchnorm's edit the module. Then hooks are set."""
+    from lightning.pytorch.plugins import LayerSync
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    class Appends(LayerSync):
+        def apply(self, model: Any) -> Any:
+            model.net.append(nn.BatchNorm1d(3))
+            return model
+
+        def revert(self, model: Any) -> Any:
+            raise NotImplementedError
+
+    module, trainer = _module(), _trainer("flatshard", folder, plugins=[Appends()])
+    for _ in range(2):
+        trainer.fit(module, _data())
+    assert len(module.net) == 6
+    assert isinstance(module.net[5].weight, FlatShardTensor)
+    module = _module()
+    module.net.append(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
+        _trainer("flatshard", folder, sync_batchnorm=True).fit(module, _data())
+    strategy = FlatshardStrategy(ddp_comm_hook=powerSGD_hook)
+    with pytest.raises(NotImplementedError, match="powerSGD_hook takes a bucket"):
+        _trainer(strategy, folder).fit(_module(), _data())
+
+
+@_program
 def _fabric(rank: int, world_size: int, folder: str) -> None:
     from lightning.fabric import Fabric
 
@@ -179,7 +209,7 @@ def _fabric(rank: int, world_size: int, folder: str) -> None:
 
 @_program
 def _everything(rank: int, world_size: int, folder: str) -> None:
-    for number, step in enumerate((_as_with_ddp, _saves, _goes_on, _refuses, _fabric)):
+    for number, step in enumerate((_as_with_ddp, _saves, _goes_on, _prepares, _refuses, _fabric)):
         own = folder if step in (_saves, _goes_on) else f"{folder}/{number}"
         with naming(step.__name__):
             os.makedirs(own, exist_ok=True)

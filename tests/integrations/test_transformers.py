@@ -39,7 +39,9 @@ def _llama() -> Any:
 def _lora() -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(_llama(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0))
+    # To save `lm_head`, PEFT calls its state_dict() on rank 0 only.
+    own: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    return get_peft_model(_llama(), LoraConfig(r=2, lora_dropout=0.0, **own))
 
 
 def _trainer(kind: Any, folder: str, model: Any, **more: Any) -> Any:
@@ -170,8 +172,9 @@ def _generates(rank: int, folder: str) -> None:
 def _refuses(rank: int, folder: str) -> None:
     from flatshard.integrations.transformers import FlatshardTrainer
 
-    with pytest.raises(ValueError, match=r"TrainingArguments\(torch_compile=...\) conflicts"):
-        _trainer(FlatshardTrainer, folder, _llama(), torch_compile=True)
+    for setting in ("torch_compile", "save_on_each_node"):
+        with pytest.raises(ValueError, match=rf"TrainingArguments\({setting}=...\) conflicts"):
+            _trainer(FlatshardTrainer, folder, _llama(), **{setting: True})
 
 
 def _page(rank: int, folder: str) -> None:
