@@ -145,10 +145,10 @@ class ReduceQueue:
             handle, reduction = next(iter(self._in_flight.items()))
             if not reduction.done():
                 in_flight = sum([one.grads.plan.bytes_in_flight for one in self._in_flight])
-                # Do not wait for gloo, which notices the end of a collective only in a wait. A wait
-                # is also useless if another rank lacks a gradient, because that rank starts this
-                # reduction only at the end of its backward. Expect this if a rank lacked a gradient
-                # in a recent backward (`_uneven`), or if some ranks have no more input (`join`).
+                # With gloo, do not wait: `done` is False until somebody waits, so the reduction may
+                # be over. A wait is also useless if another rank lacks a gradient, because that
+                # rank starts this reduction only at the end of its backward. A rank probably lacks
+                # one if it did in a recent backward (`_uneven`), or has no more input (`join`).
                 can_wait = reduction.work.reports_end and handle.number not in self._uneven
                 is_late = not can_wait or self._state.lacks_ranks
                 if in_flight <= self.max_bytes_in_flight or is_late:

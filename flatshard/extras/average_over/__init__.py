@@ -125,8 +125,8 @@ class AverageOver(StepExtension):
             problems.append("a communication hook is registered, which may not average over ranks")
         if problems:
             raise RuntimeError(
-                f"{_NAME}, {unit_text(state.root.name)}: {problems[0]}. Pass the number of tokens "
-                "in the loss before each backward of each rank, and average all units over ranks."
+                f"{_NAME}, {unit_text(state.root.name)}: {problems[0]}. Before each backward, "
+                "pass every rank's number of tokens. Average all units, without comm hooks."
             )
 
     def end_backward(self, has_gradients: bool) -> None:

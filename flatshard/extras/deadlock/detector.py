@@ -160,8 +160,8 @@ class Deadlock:
             # ranks fail, and need the reason.
             finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # A launcher kills all ranks after the first error. In a collective of the program, the
-            # errors of other ranks lack the reason: let these ranks log the finding first.
+            # A launcher kills all ranks after the first error. But in a collective of the program,
+            # a rank gets an error without the reason. Give such ranks time to log the reason.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:

@@ -245,7 +245,8 @@ class StateWrites(WriteThrough):
             self._mark(self._unread.pop(0)())
         watched = [given for given in some if given in self._values]
         for given in watched:
-            # If the version has changed, `super().take_over` below sees the write, and copies it.
+            # If the version has changed, `super().take_over` copies the values to the shard. So the
+            # present values are the ones to compare with from now on.
             if given.copy._version != self._values[given][0]:
                 self._keep(given)
         # Python may free a tensor in any thread. In a thread of the deadlock detection, do not wait

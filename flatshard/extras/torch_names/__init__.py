@@ -46,8 +46,8 @@ REFUSED = {
     "dp_mesh_dims": "pass these dimensions of the mesh, such as device_mesh=mesh['dp']",
 }
 
-# Keywords in IGNORED or REFUSED for which a value other than False causes no warning or error.
-# ShardedWrapper always acts as FSDP1 does with `use_orig_params=True`.
+# Values of keywords in IGNORED or REFUSED that cause no warning or error. For a keyword that is not
+# listed here, this value is False. ShardedWrapper acts as FSDP1 with `use_orig_params=True`.
 DEFAULTS = {"use_orig_params": True}
 
 # Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the

@@ -12,7 +12,8 @@ Differences are measured in units of rounding noise. The noise of a tensor is th
 the first and the third run. A tensor's unit at a step is the largest of these numbers:
 - its largest noise up to this step, relative to its norm at the step of the noise;
 - its largest noise up to this step, relative to its norm at this step, which may be tiny;
-- the largest median, up to this step, of the relative noise of changed tensors of the same kind;
+- the median of the relative noise of all tensors of the same kind whose noise is not zero, at the
+  step up to now where this median is largest;
 - twice the dtype's precision, and more for a tensor below 1/2000 of the largest norm of its kind.
 """
 
@@ -63,7 +64,7 @@ class Difference(NamedTuple):
     norm: float  # norm of the tensor in the reference
     size: float  # norm of the difference, relative to ``norm`` if that is not 0
     eps: float  # precision of the dtype
-    units: float  # the size, in units of noise
+    units: float  # the size, in units of noise ([Note: units])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
