@@ -259,6 +259,7 @@ class Gradients:
         can_add = len(held) == len(indices) and {s.dtype for s in held} == {self.dtypes.accum_dtype}
         if is_usual and can_add:  # the second micro-batch
             torch._foreach_add_(held, [*pending.values()])
+            torch.autograd.graph.increment_version(held)  # under a dispatch mode, foreach does not
             self.arrived.update(indices)
             self.used_by_rank.update(indices)
             return
