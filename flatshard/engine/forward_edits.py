@@ -33,6 +33,7 @@ parameter are compared in every forward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ from flatshard.memory import checksum, sample
 from flatshard.units.layout import as_bytes, view_of
 from flatshard.units.module_tree import unit_text
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 # Numbers of the forwards in which all values are compared ([Note: which forwards]).
 _COMPARED = {2, *(10**power for power in range(12))}
 
@@ -143,7 +145,7 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
     are_in_place = len(handle.unit.modules) == 1 and (
         [*map(Tensor.data_ptr, fulls)] == [address + itemsize * span.start for span in spans]
     )
-    if [full.requires_grad for full in fulls] != handle.trained:
+    if [*map(_REQUIRES_GRAD, fulls)] != handle.trained:
         changed = [p for p in handle.params if p.full.requires_grad is not handle.trained[p.index]]
         for param in changed:
             param.full.requires_grad_(handle.trained[param.index])

@@ -255,9 +255,9 @@ class Gradients:
                     self.slots[index] = place.copy_(pending[index])
                     self._separate.discard(index)
             return
-        held = [self.slots[index] for index in indices if index in self.slots]
-        can_add = len(held) == len(indices) and {s.dtype for s in held} == {self.dtypes.accum_dtype}
-        if is_usual and can_add:  # the second micro-batch
+        # The usual case of a later micro-batch: add all gradients by one call.
+        held = [self.slots[i] for i in indices if i in self.slots] if is_usual else []
+        if len(held) == len(indices) and {s.dtype for s in held} == {self.dtypes.accum_dtype}:
             torch._foreach_add_(held, [*pending.values()])
             torch.autograd.graph.increment_version(held)  # under a dispatch mode, foreach does not
             self.arrived.update(indices)
