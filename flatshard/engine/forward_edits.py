@@ -33,7 +33,6 @@ parameter are compared in every forward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,6 @@ from flatshard.memory import checksum, sample
 from flatshard.units.layout import as_bytes, view_of
 from flatshard.units.module_tree import unit_text
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
 # Numbers of the forwards in which all values are compared ([Note: which forwards]).
 _COMPARED = {2, *(10**power for power in range(12))}
 
@@ -145,21 +143,21 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
     are_in_place = len(handle.unit.modules) == 1 and (
         [*map(Tensor.data_ptr, fulls)] == [address + itemsize * span.start for span in spans]
     )
-    if [*map(_REQUIRES_GRAD, fulls)] != handle.trained:
-        changed = [p for p in handle.params if p.full.requires_grad is not handle.trained[p.index]]
-        for param in changed:
-            param.full.requires_grad_(handle.trained[param.index])
-        raise RuntimeError(
-            f"{changed[0].where}: requires_grad was changed in forward, where parameters are "
-            "unsharded copies, so the change would be lost. Set requires_grad of the parameters in "
-            "model.parameters() before or after forward, or restore it at the end of forward."
-        )
     for module, attribute, param in places:
         if module._parameters.get(attribute) is not installed[param.index]:
             raise RuntimeError(
                 f"{param.where} was replaced in forward, but the next forward would use the "
                 "original parameter. Compute with the new value, but do not assign the value to "
                 "the module."
+            )
+        if param.full.requires_grad is not handle.trained[param.index]:
+            for one in handle.params:
+                one.full.requires_grad_(handle.trained[one.index])
+            raise RuntimeError(
+                f"{param.where}: requires_grad was changed in forward, where parameters are "
+                "unsharded copies, so the change would be lost. Set requires_grad of the "
+                "parameters in model.parameters() before or after forward, or restore it at the "
+                "end of forward."
             )
         # Compare the address of the full parameter, not of the module's attribute, which may be a
         # DTensor around the full parameter, without an address.
