@@ -107,16 +107,10 @@ def _trained_later(keywords: dict[str, Any]) -> None:
         (model(torch.randn(2, 4)) + model.extra).sum().backward()
 
 
-class _Freezes(nn.Linear):
-    """Its forward freezes its own bias."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.bias.requires_grad_(False)
-        return super().forward(x)
-
-
 def _frozen(keywords: dict[str, Any]) -> None:
-    ShardedWrapper(_Freezes(4, 4), **keywords)(torch.randn(2, 4))
+    model = ShardedWrapper(_layer(), **keywords)
+    model.module.register_forward_pre_hook(lambda layer, _: layer.requires_grad_(False) and None)
+    model(torch.randn(2, 4))
 
 
 MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -128,7 +122,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "edited parameters in place .*momentum encoder": _renormed("later", True),
     "parameter '0.weight' .the root unit. was replaced in forward": _renormed("assigned"),
     "edited parameters in place .*max_norm": _embedding,
-    "parameter 'bias' .the root unit.: requires_grad was changed in forward": _frozen,
+    "parameter 'weight' .the root unit.: requires_grad was changed in forward": _frozen,
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,
     "'2.weight' was added after wrapping": _changed(0, lambda model: model.module.append(_layer())),
     "'0.1.weight' was added after wrapping": _changed(1, lambda model: model[0].append(_layer())),

@@ -144,12 +144,7 @@ for _name, _title, _run, _unit in (
     ("checkpoint_layers", "the same with units inside the checkpoint", _plain, _LAYER),
     ("reentrant_units", "`checkpoint(use_reentrant=True)` around units", _reentrant, _BLOCK),
     ("reentrant_layers", "the same with units inside the checkpoint", _reentrant, _LAYER),
-    (
-        "checkpoint_frozen",
-        "`checkpoint(use_reentrant=False)` after a frozen layer",
-        _plain,
-        _BLOCK,
-    ),
+    ("checkpoint_frozen", "`checkpoint(use_reentrant=False)` after a frozen layer", _plain, _BLOCK),
     ("checkpoint_nested", "a checkpoint in a checkpoint", _nested, _BLOCK),
     ("checkpoint_sequential", "`checkpoint_sequential`", _sequential, _LAYER),
 ):

@@ -1,9 +1,9 @@
 """Several forwards and backwards of one step, and losses of parameters; not in the table."""
 
-import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -355,7 +355,7 @@ def buffers_broadcast(side: Side) -> Any:
             with torch.no_grad():
                 results.append(model(x))
         else:
-            with side.no_sync(model) if event == "no_sync" else contextlib.nullcontext():
+            with side.no_sync(model) if event == "no_sync" else nullcontext():
                 results.append(model(x))
                 results[-1].square().sum().backward()
         buffers = {name: one.clone() for name, one in side.inner(model).named_buffers()}
@@ -726,17 +726,12 @@ def tensors_as_data_of_gradients(side: Side) -> Any:
     return [*results, model]
 
 
-@idiom(
-    "parameters frozen, and trained again, under `summon_full_params`",
-    unused=True,
-    ways="full grad_op no_shard",
-)
+@idiom("freezing under `summon_full_params`", unused=True, ways="full grad_op no_shard")
 def frozen_while_summoned(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     results = []
     for step, trains in enumerate((True, False, False, True)):
-        full = contextlib.nullcontext()
-        with ShardedWrapper.summon_full_params(model) if side.is_flatshard else full:
+        with ShardedWrapper.summon_full_params(model) if side.is_flatshard else nullcontext():
             side.inner(model).fc2.requires_grad_(trains)
         side.learn(model, optimizer, step)
         results.append([param.requires_grad for param in model.parameters()])

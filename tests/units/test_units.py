@@ -70,7 +70,7 @@ def test_report(rank: int, world_size: int) -> None:
             *("strategy", "ranks", "transport", "why"),
         ],
         "(root)": [
-            *("Wide", f"{rest:,}", padding, "float32", all_of_it, *ways, "root: what is left"),
+            *("Wide", f"{rest:,}", padding, "float32", all_of_it, *ways, "root: what is left")
         ],
         "layers.0": ["Residual", f"{layer:,}", "0 (0.0%)", "float32", size, *ways, reason],
         "layers.1": ["Residual", f"{layer:,}", "0 (0.0%)", kinds, size, *ways, reason],

@@ -204,7 +204,7 @@ model, optimizer = start()
 with torch.no_grad():
     if not hasattr(model, "unit_report"): model(torch.ones(1, 16))
 train(model, optimizer)
-""",
+"""
     },
     SAME: {
         "wraps --wrap --exact": """
