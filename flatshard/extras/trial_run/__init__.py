@@ -38,7 +38,7 @@ VERDICTS = SAME, DIFFERS, RAISES, NOT_COMPARED = "same", "differs", "raises", "n
 
 _LIMIT = 100.0  # a difference counts if it is more than this many units
 _CHAOS = 0.05  # steps are compared until noise changes half of the gradients by more than this
-COSTS = "peak memory without imports, MiB", "time per step, ms", "bytes sent and written, KiB"
+COSTS = "peak memory without imports, MiB", "time per step, ms", "written to sockets and files, KiB"
 _WARM_UP, _TIMED = 2, 5  # number of steps not measured, and minimum number of steps measured
 _TITLE = "{0.script}, {0.nproc_per_node} ranks, {0.steps} steps: under DDP, then under flatshard"
 _OTHER = """Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.step} differs
@@ -50,7 +50,7 @@ _NOISY = " From step {} on, rounding alone changes too much to compare (--exact 
 _DIFFERS = """Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: {0.size:.1e} of its norm,
 {0.units:.3g} times the rounding noise (limit: {1:.0f}), at {0.line}."""
 _MISSING = "Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: in one run only ({0.line})."
-_CHANGES = "\n\nTo keep it, change (lines that run after the last step are not listed):"
+_CHANGES = "\n\nTo keep it, change these lines, then try again (more --steps find later lines):"
 
 
 class Difference(NamedTuple):
