@@ -263,7 +263,8 @@ class Backward:
         is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
-            # Store the pending gradients of flat parameters for which other gradients are missing.
+            # A flat parameter that did not get all of its gradients still has pending gradients.
+            # Store these gradients.
             for handle in state.handles:
                 handle.grads.receive_pending(more_to_come=handle.unit.sync is GradSync.ACCUMULATE)
             if any(unit.sync is not GradSync.ACCUMULATE for unit in state.units):

@@ -150,14 +150,14 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
                 "original parameter. Compute with the new value, but do not assign the value to "
                 "the module."
             )
-        if param.full.requires_grad is not handle.trained[param.index]:
+        if (flag := param.full.requires_grad) is not handle.trained[param.index]:
             for one in handle.params:
                 one.full.requires_grad_(handle.trained[one.index])
             raise RuntimeError(
-                f"{param.where}: requires_grad was changed in forward, where parameters are "
-                "unsharded copies, so the change would be lost. Set requires_grad of the "
-                "parameters in model.parameters() before or after forward, or restore it at the "
-                "end of forward."
+                f"{param.where}, rank {handle.topology.world.global_rank}: requires_grad was set "
+                f"to {flag} in forward, where parameters are unsharded copies, so the change would "
+                "be lost. Set requires_grad of the parameters in model.parameters() before or "
+                "after forward, or restore it at the end of forward."
             )
         # Compare the address of the full parameter, not of the module's attribute, which may be a
         # DTensor around the full parameter, without an address.

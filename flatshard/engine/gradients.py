@@ -240,8 +240,8 @@ class Gradients:
         """
         pending, self.pending = self.pending, {}
         indices = pending.keys()
-        is_usual = not (self._is_single or torch.is_grad_enabled())
-        is_usual = is_usual and {*map(_LAYOUT, pending.values())} == {torch.strided}
+        is_dense = {*map(_LAYOUT, pending.values())} == {torch.strided}
+        is_usual = is_dense and not (self._is_single or torch.is_grad_enabled())
         # The usual case: autograd has given each gradient the strides of its parameter.
         if is_usual and self.slots.keys().isdisjoint(indices):
             self.slots.update(pending)
@@ -630,5 +630,6 @@ def edited(unit_name: str) -> RuntimeError:
     """Make the error to raise if the user edited accumulated gradients of a unit."""
     return RuntimeError(
         f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
-        "reduced, or another rank's forward edited parameters in place. Edit .grad once reduced."
+        "reduced. Edit .grad once it is reduced. (If no .grad was edited, another rank's forward "
+        "edited parameters in place: see that rank's error.)"
     )

@@ -122,7 +122,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "edited parameters in place .*momentum encoder": _renormed("later", True),
     "parameter '0.weight' .the root unit. was replaced in forward": _renormed("assigned"),
     "edited parameters in place .*max_norm": _embedding,
-    "parameter 'weight' .the root unit.: requires_grad was changed in forward": _frozen,
+    "parameter 'weight' .the root unit., rank .: requires_grad was set to False": _frozen,
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,
     "'2.weight' was added after wrapping": _changed(0, lambda model: model.module.append(_layer())),
     "'0.1.weight' was added after wrapping": _changed(1, lambda model: model[0].append(_layer())),

@@ -125,8 +125,8 @@ class AverageOver(StepExtension):
             problems.append("a communication hook is registered, which may not average over ranks")
         if problems:
             raise RuntimeError(
-                f"{_NAME}, {unit_text(state.root.name)}: {problems[0]}. Before each backward, "
-                "pass every rank's number of tokens. Average all units, without comm hooks."
+                f"{_NAME}, {unit_text(state.root.name)}: {problems[0]}. On each rank, pass the "
+                "rank's number of tokens before each backward, and average all units without hooks."
             )
 
     def end_backward(self, has_gradients: bool) -> None:
