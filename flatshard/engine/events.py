@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
@@ -163,6 +164,6 @@ class StepExtension:
 def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:
     """Return a context that torch's profiler, if it runs, shows as ``flatshard::label (unit)``."""
     # Check for a profiler first, because a range takes microseconds even without a profiler.
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler._is_profiler_enabled:
         return NOTHING
     return torch.profiler.record_function(f"flatshard::{label} ({unit_name or 'root'})")

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
@@ -212,8 +213,7 @@ class RunState:
             ends: whether the unit's collectives are finished after the wait. False: the wait may
                 end before the collectives.
         """
-        profiles = torch._C._autograd._profiler_enabled()
-        if not (profiles or self.watchers):
+        if not (profiler._is_profiler_enabled or self.watchers):
             return NOTHING
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
@@ -225,6 +225,6 @@ class RunState:
         stack = contextlib.ExitStack()
         for watcher in self.watchers:
             stack.enter_context(watcher.span(kind, unit, purpose, ends))
-        if profiles and unit is not None and kind in (Kind.STARTING, Kind.GATHER_WAIT):
+        if unit is not None and kind in (Kind.STARTING, Kind.GATHER_WAIT):
             stack.enter_context(profiled(label, unit.name))
         return stack

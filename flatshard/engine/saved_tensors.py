@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.engine.backward import Backward
-from flatshard.engine.handle import FlatParamHandle, ShardState
+from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Call, Phase, Unit, written_since_forward
 from flatshard.precision import tensors_in
@@ -312,18 +312,15 @@ class SavedTensors:
                 return tensor
             handle = packed.handle
             # Unshard if the buffer was freed, or if an optimizer step has written the shards since.
-            version = handle.version if handle.is_whole else handle.flat_param._version
-            is_current = handle.state is ShardState.UNSHARDED and handle.gathered_version == version
-            if not is_current:
+            if not (is_current := handle.is_current):
                 backward.unshard_again(handle.unit)
-                version = handle.version
             if not is_current or handle.unit.phase is not Phase.BACKWARD:
                 self._num_unread += 1  # keeps the hooks: without hooks, this read would fail
             elif packed.step == self._step:
                 packed.step, handle.was_read = -1, True
                 self._num_unread -= 1
                 handle.unit.is_read_late |= handle.unit.has_all_gradients
-            if version != packed.version:
+            if handle.version != packed.version:
                 raise written_since_forward(handle.unit)
             if packed.param is not None:
                 return packed.param

@@ -45,6 +45,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
     Returns ``value`` itself if no tensor needs a cast.
     """
+    if isinstance(value, Tensor):  # the usual case, without a walk through a tree
+        return _cast_leaf(value, dtype)
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
     cast = [_cast_leaf(leaf, dtype) for leaf in leaves]
     # Return the same object, because the module may append to a list of the caller.

@@ -14,7 +14,8 @@ from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport,
 from flatshard.comm.work import AsyncWork
 from flatshard.units.layout import as_bytes, as_real
 
-_USUAL = {torch.float32, torch.float64}  # dtypes that all backends can all-gather
+# Dtypes that gloo and NCCL can all-gather. Tensors of other dtypes are sent as bytes.
+_USUAL = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _LARGE_NUMEL = 1 << 20  # from this size on, backends use an algorithm for large tensors
 
 # The methods of process groups save time: they check no arguments, unlike torch.distributed's
