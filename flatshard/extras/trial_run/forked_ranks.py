@@ -346,6 +346,8 @@ def _install(recorder: Recorder) -> None:
         for name, value in [*getattr(module, "__dict__", {}).items()]:
             if id(value) in new and not path.startswith("flatshard."):
                 setattr(module, name, new[id(value)])
+    # torch.compile calls this method of the class that has replaced DistributedDataParallel.
+    ShardedWrapper._get_active_ddp_module = DDP._get_active_ddp_module  # type: ignore
     for method in _NEEDS_ALL:
         _watch(recorder, method)
     warn: Any = warnings.warn
