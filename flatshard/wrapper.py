@@ -930,7 +930,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 raise
             # A wrapper that is still being built or copied has no unit. Then pass None.
             module = self._module_if_set()
-            return torch_names.attribute(name, module and module.__dict__.get(UNIT), error)
+            unit = None if module is None else module.__dict__.get(UNIT)
+            return torch_names.attribute(name, unit, error)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Called by `.to()`, `.double()` and similar conversions.

@@ -79,9 +79,8 @@ class Sketch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The sketches, costs and notes of a rank, and how its run ended."""
+    """The sketches, costs and notes of a rank."""
 
-    failure: tuple[float, str]  # time and text; the earliest failure is the cause. "": no failure
     # Keys: step, kind of tensor, name. Missing gradients have no sketch.
     events: dict[tuple[int, str, str], Sketch]
     # How often the script ran each line that needs a change. Key: the line, and the change.
@@ -103,41 +102,38 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     # Under torchrun, the first process of each host starts all ranks of its host.
     first = int(os.environ.get("RANK", 0))
     count = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
-    # The ranks of all hosts write their records into one file.
+    # The ranks of all hosts write their records and the first failure into one file.
     store = dist.FileStore(str(options.records / name), -1)
     if first == 0 and store.check(["port"]):
         return [], f"--keep: expected a new folder, found files of another run in {options.keep}"
     options.run, options.lone_calls, options.store = name, lone_calls, store
     # Fork the ranks, so that they need not import torch.
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
-    codes, until, first_to_fail = [None], float("inf"), -1
+    keys = [f"{rank}" for rank in range(options.nproc_per_node)]
+    # Each rank ends itself after `timeout` seconds. Hosts may start five minutes apart.
+    until = time.monotonic() + options.timeout + 300.0
     try:
-        # Poll exit codes. `join` would also wait for the processes that a rank has forked.
-        # After one rank has failed, the other ranks have five seconds to end, and to record earlier
-        # failures.
-        while None in codes and time.monotonic() < until:
-            time.sleep(0.002)
-            codes = [one.exitcode for one in ranks.processes]
-            for rank, code in enumerate(codes, first):
-                if first_to_fail < 0 and (code or (code == 0 and not store.check([f"{rank}"]))):
-                    until, first_to_fail = time.monotonic() + 5.0, rank
+        while not store.check(keys) and time.monotonic() < until:
+            time.sleep(0.02)
+            # Read exit codes. `join` would also wait for the processes that a rank has forked.
+            for rank, one in enumerate(ranks.processes, first):
+                if one.exitcode is not None and not store.check([f"{rank}"]):
+                    log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
+                    text = f"rank {rank} ended with status {one.exitcode}. Last output:\n"
+                    store.compare_set("failure", "", text + log[-4000:])
+                    store.set(f"{rank}", pickle.dumps(Record({}, Counter(), [])))
+            if store.check(["failure"]):  # the other ranks have five seconds to end
+                until = min(until, time.monotonic() + 5.0)
     finally:
         for one in ranks.processes:
             with contextlib.suppress(OSError):
                 os.killpg(one.pid, signal.SIGKILL)  # also DataLoaders' workers
             one.kill()  # if the rank has not called `setsid` yet
             one.join()
-    for rank, one in enumerate(ranks.processes, first):
-        if not store.check([f"{rank}"]):
-            log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
-            text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-            # A failure or death of another rank is a consequence of the first failure.
-            when = 0.0 if rank == first_to_fail else sys.maxsize
-            store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
-    with contextlib.suppress(RuntimeError):  # a timeout of `get`
-        records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
-        return records, min(one.failure for one in records)[1]
-    return [], f"the records of another host are missing in --keep {options.keep} (5 minutes)"
+    records = [pickle.loads(store.get(key)) for key in keys if store.check([key])]
+    missing = f"the records of another host are missing in --keep {options.keep}"
+    # If a rank has failed, `compare_set` returns its failure.
+    return records, store.compare_set("failure", "", missing * (len(records) < len(keys))).decode()
 
 
 def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
@@ -189,7 +185,7 @@ class Recorder:
     def __init__(self, options: Any, rank: int) -> None:
         """Record ``options.steps`` steps, of all optimizers together, then end the process."""
         self.options, self._rank = options, rank
-        self.record = Record((float("inf"), ""), {}, Counter(), [])
+        self.record = Record({}, Counter(), [])
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
         # `_depth`: number of nested optimizer steps, because a step may step another optimizer, and
@@ -207,9 +203,12 @@ class Recorder:
             failure = _NO_OPTIMIZER if self.options.wrap else _NO_WRAPPER
         elif not failure and (taken := len(self.record.costs) - 1) < self.options.steps:
             failure = f"it took {taken} optimizer steps, not {self.options.steps}{FEWER_STEPS}"
-        record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
-        self.options.store.set(f"{self._rank}", pickle.dumps(record))
         sys.stdout.flush()
+        if failure:
+            # A rank's death may have caused this failure. Let `run` notice the death first.
+            time.sleep(0.2)
+            self.options.store.compare_set("failure", "", failure)
+        self.options.store.set(f"{self._rank}", pickle.dumps(self.record))
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
     def note(self, what: str, *, counts: bool = True) -> str:
@@ -291,7 +290,7 @@ class Recorder:
         Memory is the allocator's memory on a GPU, otherwise the memory of the process. Only Linux
         counts the bytes that a process writes to files and sockets.
         """
-        memory = torch.cuda.max_memory_allocated() or peak_resident_bytes() or 0
+        memory = torch.cuda.max_memory_allocated() or peak_resident_bytes()
         counts = Path("/proc/self/io")
         written = int(counts.read_text().split()[3]) if counts.exists() else 0
         seconds = time.perf_counter() - self._aside
@@ -347,6 +346,8 @@ def _install(recorder: Recorder) -> None:
         for name, value in [*getattr(module, "__dict__", {}).items()]:
             if id(value) in new and not path.startswith("flatshard."):
                 setattr(module, name, new[id(value)])
+    # torch.compile calls this method of the class that has replaced DistributedDataParallel.
+    ShardedWrapper._get_active_ddp_module = DDP._get_active_ddp_module  # type: ignore
     for method in _NEEDS_ALL:
         _watch(recorder, method)
     warn: Any = warnings.warn
@@ -410,15 +411,13 @@ def _wrap_in_place(recorder: Recorder, name: str, module: nn.Module, **given: An
 def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwargs: Any) -> None:
     """Make an optimizer, and wrap the largest modules that have the optimizer's parameters."""
     make(optimizer, *args, **kwargs)
-    held = recorder.params(optimizer)
+    held = recorder.params(optimizer).keys()
     found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    owned = {m: {*m.parameters()} for m in found if not isinstance(m, nn.DataParallel)}
-    # Prefer a module with all of these parameters. If there is none, they belong to several models.
-    users = [m for m in owned if held.keys() <= owned[m]]
-    users = users or [m for m in owned if owned[m] <= held.keys()]
-    largest = sorted(users, key=lambda one: len([*one.modules()]))
-    models = {p: one for one in largest for p in owned[one]}
-    if held.keys().isdisjoint(recorder.names):
+    # For each parameter, the last module in this order is wrapped: the module with most of the
+    # optimizer's parameters. If several modules have as many, it is the largest module.
+    found.sort(key=lambda one: (len(held & {*one.parameters()}), len([*one.modules()])))
+    models = {p: m for m in found if not isinstance(m, nn.DataParallel) for p in m.parameters()}
+    if held.isdisjoint(recorder.names):
         for model in dict.fromkeys(models[p] for p in held if p in models):
             if not dist.is_initialized():
                 dist.init_process_group()

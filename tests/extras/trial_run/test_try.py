@@ -274,6 +274,12 @@ def work(rank, text):
         ours.step()
 torch.multiprocessing.spawn(work, ("text",), 2)
 """,
+        "compiled": """
+# torch.compile asks the class DistributedDataParallel whether a forward is running.
+#: The same numbers
+model, optimizer = start()
+train(torch.compile(model, backend="eager"), optimizer)
+""",
         "mixed_precision": """
 #: The same numbers
 #: keep mixed precision (compared without it, as DDP has none)
