@@ -299,9 +299,9 @@ def compiled_wrapper(side: Side) -> Any:
 
 @idiom("`torch.compile` before wrapping", slow=True)
 def compiled_before(side: Side) -> Any:
-    net = Mlp()
-    net.compile(backend="aot_eager")
-    return side.fit(side.wrap(net))[:-1]
+    model = side.wrap(torch.compile(Mlp(), backend="aot_eager"))
+    assert not hasattr(model, "absent")
+    return side.fit(model)[:-1]
 
 
 @idiom("`module.compile()` of blocks after wrapping", slow=True)
