@@ -120,10 +120,8 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
             if time.monotonic() < deadline:
                 time.sleep(0.1)
             elif path.exists():
-                got = path.stat().st_size
-                raise ValueError(
-                    f"{path} is incomplete: expected {expected} bytes, got {got}. {remedy}"
-                )
+                what = f"expected {expected} bytes, got {path.stat().st_size}"
+                raise ValueError(f"{path} is incomplete: {what}. {remedy}")
             else:
                 raise FileNotFoundError(f"{path} is missing, expected {expected} bytes. {remedy}")
 

@@ -219,9 +219,7 @@ def plan_files(
     if is_file and max_shard_size is not None:
         text = f"max_shard_size makes several files, but {path} is one file. Pass a folder."
         raise ValueError(text)
-    unknown = [
-        f"{n!r} ({one.dtype})" for n, one in tensors.items() if one.dtype not in _DTYPE_NAMES
-    ]
+    unknown = [f"{n!r} ({t.dtype})" for n, t in tensors.items() if t.dtype not in _DTYPE_NAMES]
     if unknown:
         raise ValueError(f"safetensors has no dtype for {', '.join(unknown)}. Cast these tensors.")
     metadata = {"format": "pt", **(metadata or {})}

@@ -73,6 +73,9 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[s
 """One optimizer, or several over one model: a list, a tuple, or a dict from names to optimizers."""
 
 
+Kinds = dict[str, list[Any]]  # class name and names of parameters of each optimizer
+
+
 def by_name(optimizer: Optimizers | None) -> dict[str, Any]:
     """Return the optimizers, keyed by name. In a list, the name is the position."""
     if isinstance(optimizer, Mapping):
@@ -112,7 +115,7 @@ class Training:
         optimizers, units = by_name(optimizer).items(), self.shards.units
         self.optimizers = {name: OptimState(self.plain, one, units) for name, one in optimizers}
 
-    def kinds(self) -> dict[str, list[Any]]:
+    def kinds(self) -> Kinds:
         """Return each optimizer's class, and the names of its parameters."""
         return {
             name: [type(one.optimizer).__name__, sorted(param.fqn for param in one.params)]
@@ -238,9 +241,7 @@ def pack(value: Any) -> tuple[Any, Form]:
     if isinstance(value, Mapping):
         keys, values = list(value), list(value.values())
         if any(isinstance(key, Tensor) for key in keys):
-            raise TypeError(
-                "the optimizer keeps a dict with tensors as keys, which a checkpoint cannot restore"
-            )
+            raise TypeError("the optimizer has a dict with tensors as keys, which cannot be saved")
         names = _dcp_names(keys)
         packed, forms = zip(*map(pack, values), strict=True) if values else ((), ())
         form = None if names is keys and not any(forms) else ["dict", keys, list(forms)]
