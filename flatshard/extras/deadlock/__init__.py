@@ -134,8 +134,7 @@ class Watchdog(CollectiveWatch):
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
         # Leave out autograd's threads (one per accelerator, not started by Python): while they run,
         # the thread that called `backward()` waits, and begins no collectives.
-        ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
-        self._users = {one.ident or 0 for one in ours} & stacks.keys()
+        self._users = program.python_threads() & stacks.keys()
         self._waits = {
             wait: self._waits.get(wait) or _blocked(wait, thread)
             for thread, waits in stacks.items()

@@ -197,6 +197,12 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
     return True
 
 
+def python_threads() -> set[int]:
+    """Return the ids of the threads that Python has started, so not of autograd's threads."""
+    threads = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
+    return {one.ident or 0 for one in threads}
+
+
 def _is_in_backward(frame: FrameType) -> bool:
     """Whether the thread of ``frame`` only waits for autograd's threads, in ``backward()``."""
     code = frame.f_code
