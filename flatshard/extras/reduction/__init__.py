@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,9 +150,7 @@ class HookCalls(StepExtension):
         self._asks = bool(asks)
 
 
-def _plan(
-    units: Sequence[Unit], state: Any, hook: Any, world: Communicator
-) -> dict[Unit, CommHook]:
+def _plan(units: list[Unit], state: Any, hook: Any, world: Communicator) -> dict[Unit, CommHook]:
     """Return the ``CommHook`` of each unit. Raises if a unit cannot use the hook."""
     if not callable(hook):
         raise TypeError(
