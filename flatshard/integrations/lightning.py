@@ -191,10 +191,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            ShardedWrapper.optim_state_dict_to_load(
-                self.model, optimizer, state, load_directly=True
-            )
+        for one, state in zip(self.optimizers, states, strict=False):
+            ShardedWrapper.optim_state_dict_to_load(self.model, one, state, load_directly=True)
 
 
 class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]

@@ -320,9 +320,7 @@ def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
-def _check_shares_no_memory(
-    params: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]
-) -> None:
+def _check_shares_no_memory(params: Mapping[str, nn.Parameter], others: dict[str, Tensor]) -> None:
     """Raise ValueError if a trained parameter shares memory with another tensor of the module."""
     placed = []
     for name, tensor in (*others.items(), *params.items()):

@@ -119,11 +119,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     the shard groups that it knows. Collective: all ranks of the groups.
     """
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
-    hosts = {
-        place: HostExchange(*control_of(group))
-        for place, group in enumerate(groups)
-        if group.size() > 1
-    }
+    several = ((place, group) for place, group in enumerate(groups) if group.size() > 1)
+    hosts = {place: HostExchange(*control_of(group)) for place, group in several}
     # Compare the transport options before making communicators: with different options, some ranks
     # would make fewer process groups, and the other ranks would wait forever.
     facts = {

@@ -184,9 +184,7 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     put_grad(param, grad)
 
 
-def check_dtype(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter
-) -> None:
+def check_dtype(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> None:
     """Raise if gradient and parameter differ in dtype, and the optimizer does not support this."""
     if (grad := param.grad) is None or grad.dtype == param.dtype:
         return
@@ -262,11 +260,9 @@ class PrecisionPlan:
         self._override_of_param: dict[int, Override | None] = {}  # keyed by the parameter's id
         self._not_linear: set[int] = set()  # ids of parameters that are not a weight of nn.Linear
         if not all(precision.changes_nothing for precision in precisions.values()):
-            self._plan_module(module, precisions[module], None)
+            self._plan(module, precisions[module], None)
 
-    def _plan_module(
-        self, module: nn.Module, precision: MixedPrecision, around: Override | None
-    ) -> None:
+    def _plan(self, module: nn.Module, precision: MixedPrecision, around: Override | None) -> None:
         if module in self._precision_of or is_sharded(module):
             return
         if (own := self._precisions.get(module, precision)) != precision:
@@ -284,7 +280,7 @@ class PrecisionPlan:
             if param is not None and id(param) not in self._left_alone:
                 self._plan_param(module, attribute, param)
         for child in module.children():
-            self._plan_module(child, precision, override)
+            self._plan(child, precision, override)
 
     def _plan_param(self, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
         if not param.is_floating_point():
