@@ -1,7 +1,5 @@
 """``flatshard.checkpoint`` saves and loads training checkpoints, and files with a full model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 

@@ -1,7 +1,5 @@
 """Tries or plans a training run, explains an error, or lists or converts a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

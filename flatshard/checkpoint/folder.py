@@ -6,8 +6,6 @@ Ranks write files into ``NAME.incomplete`` and sync them to the disk. Then rank 
 earlier, ``NAME.incomplete`` stays until the next save. A deletion first undoes the renaming.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

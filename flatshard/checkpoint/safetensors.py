@@ -12,8 +12,6 @@ A file stores a tensor row by row. In memory, the dimensions of a parameter may 
 dimension), and each box is cut into pieces that are contiguous in the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

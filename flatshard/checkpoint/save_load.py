@@ -4,8 +4,6 @@ Each rank writes its own shards, in the calling thread or in a background thread
 reads its own shards in place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -5,8 +5,6 @@
 Reading runs no code from the files: pickles are loaded with ``weights_only``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

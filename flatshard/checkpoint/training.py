@@ -10,8 +10,6 @@ keys are texts, and DCP keeps every value. ``pack`` also returns a ``Form``, fro
 restores the original values.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -39,9 +37,6 @@ from flatshard.state.optim_state import OptimState
 T = TypeVar("T")
 _logger = logging.getLogger("flatshard.checkpoint")
 
-# Results of `HostRanks.of`, keyed by the process group that trains the model.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
-
 
 class HostRanks(HostExchange):
     """Exchanges Python objects between the ranks of a process group."""
@@ -51,7 +46,7 @@ class HostRanks(HostExchange):
         self.rank = 0 if group is None else group.rank()
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
+    def of(cls, group: dist.ProcessGroup | None) -> "HostRanks":
         """Return an instance for the ranks of ``group``. Collective at the first call."""
         if group is None or group.size() == 1 or is_fake(group):
             return cls(None)
@@ -68,6 +63,9 @@ class HostRanks(HostExchange):
         """Run ``work`` on rank 0 of the group; if ``work`` raises, all ranks raise. Collective."""
         self.agree(work if self.rank == 0 else lambda: None, op_name)
 
+
+# Results of `HostRanks.of`, keyed by the process group that trains the model.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]
 """One optimizer, or several over one model: a list, a tuple, or a dict from names to optimizers."""

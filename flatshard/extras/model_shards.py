@@ -1,7 +1,5 @@
 """``ModelShards``: gives extras and checkpoints access to this rank's shards of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ Importing this module registers the strategy:
     trainer = Trainer(strategy="flatshard", devices=2)
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ rank 0 broadcasts one parameter after the other, and every rank copies only its 
 So only rank 0 needs memory for the full model's values.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -149,7 +147,7 @@ def _offload_targets(plan: ModelPlan) -> OffloadTargets:
     return extra("disk", "CPUOffload(path=...)").find_targets(plan)  # type: ignore[no-any-return]
 
 
-def _make_units(plan: ModelPlan, values: InitialValues, targets: OffloadTargets) -> list[Unit]:
+def _make_units(plan: ModelPlan, values: "InitialValues", targets: OffloadTargets) -> list[Unit]:
     """Make the units. Returns the units, the root first. Collective."""
     units: list[Unit] = []
     for planned in plan.units:

@@ -4,8 +4,6 @@ Making a plan changes no module and does not communicate, so the model may be on
 ``construction`` makes the planned units, and ``extras.plan`` predicts their memory.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Makes the state of a model's training steps, and checks it before each forward; ``no_sync``."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

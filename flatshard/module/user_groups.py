@@ -1,7 +1,5 @@
 """Reads the arguments ``process_group`` and ``device_mesh``, and compares them between ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence, Set
 from itertools import chain, product
@@ -16,6 +14,8 @@ from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import control_of, ranks_text
 from flatshard.comm.ranks import Ranks, communicator, subgroup
 from flatshard.options import TransportOptions
+
+_Group = tuple[int, ...]  # the members of a group, as ranks in the default group
 
 
 def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) -> Ranks:
@@ -104,8 +104,6 @@ def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Grou
 
 
 # ---------------------------------------------------------------- comparison between ranks
-
-_Group = tuple[int, ...]  # the members of a group, as ranks in the default group
 
 _COMPARING = "ShardedWrapper: comparing process groups"
 _PAIR = "process_group=(shard_group, replicate_group)"

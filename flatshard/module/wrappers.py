@@ -1,7 +1,5 @@
 """Finds the units, their modules and flat parameters, and the wrappers in a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Set
 
 from torch import nn

@@ -8,8 +8,6 @@ If torch's ``get_state_dict`` calls ``state_dict()``, state with one value per e
 sharded tensors, which checkpoints can save and reshard.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import sys

@@ -3,8 +3,6 @@
 During a step, plain parameters replace the sharded parameters in the optimizer; see ``adapter``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from types import FunctionType, SimpleNamespace

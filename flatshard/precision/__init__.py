@@ -11,8 +11,6 @@ float32. A forward hook casts its outputs back to the dtype of the inputs. Both 
 the hooks that users registered before wrapping, which see the tensors of the caller.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

@@ -12,8 +12,6 @@ model is used next or when a copy is freed, and then copies the written values t
 also watches tensors that the program has assigned to ``p.data``, such as ``q.data``.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -299,7 +297,7 @@ class WriteThrough:
         # Name of a parameter whose copy was written after the shard had changed, or "".
         self.lost = ""
 
-    def __deepcopy__(self, memo: object) -> WriteThrough:
+    def __deepcopy__(self, memo: object) -> "WriteThrough":
         return type(self)()  # no user has a state dict of the copied model yet
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:

@@ -5,8 +5,6 @@ parameter's state has either one value per element, like a momentum, or one valu
 like ``step``. Entries with one value per element are sharded like the parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

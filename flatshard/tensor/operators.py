@@ -6,8 +6,6 @@ numbers for its own range. In a reduction over all elements, such as a norm, eac
 own range, and one collective combines the results.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 import zlib

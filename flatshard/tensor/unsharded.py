@@ -11,8 +11,6 @@ torch raise when an operation reads the memory, in C++ too. If the installed tor
 the read crashes the process, and ``python -X faulthandler`` prints the line.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from functools import partial

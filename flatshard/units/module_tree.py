@@ -11,8 +11,6 @@ never units:
 - Modules inserted by ``torch.nn.utils.parametrize``, which run when code reads an attribute.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +57,7 @@ class Ignored:
     def ids(self) -> set[int]:
         return {id(tensor) for tensor in self.tensors()}
 
-    def within(self, modules: Iterable[nn.Module]) -> Ignored:
+    def within(self, modules: Iterable[nn.Module]) -> "Ignored":
         """Return the ignored modules and tensors inside of ``modules``, without names."""
         inside = {inner for module in modules for inner in module.modules()}
         return Ignored(

@@ -7,8 +7,6 @@ unit. If a module does not become a unit, the parameters of the module count as 
 enclosing module. In the end, parameters outside of all units belong to the root.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ The result depends only on shapes, memory orders, alignment and world size, so a
 same result without communication.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace

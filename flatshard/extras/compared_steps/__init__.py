@@ -7,8 +7,6 @@ records. If the digests differ, the ranks exchange the records, and all raise.
 Without this folder, ranks with different options train without an error.
 """
 
-from __future__ import annotations
-
 import operator
 import weakref
 from collections import deque

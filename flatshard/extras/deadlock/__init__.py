@@ -10,8 +10,6 @@ once (logger ``flatshard``, level WARNING), with the line of the program and the
 no wait. The thread ends a wait only if the wait would certainly never end (see ``detector.py``).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

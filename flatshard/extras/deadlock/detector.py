@@ -20,8 +20,6 @@ that finds a deadlock publishes a finding under the name of each process group c
 waiting ranks read it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -33,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -99,7 +97,7 @@ class _Report(NamedTuple):
         return (for_all or rank in need.ranks) and _missing(need, begun) > 0
 
     @classmethod
-    def from_json(cls, text: bytes) -> _Report:
+    def from_json(cls, text: bytes) -> Self:
         # Use JSON: unpickling would run the code of anybody who can write to the store.
         wait, now, words, need, begun = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun)

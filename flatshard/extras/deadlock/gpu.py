@@ -15,8 +15,6 @@ A thread is considered to wait for a collective on the GPU if for some seconds:
 The watchdog thread checks these conditions about once a second. A training step runs no extra code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dis

@@ -14,8 +14,6 @@ that the rank has begun. This is an upper bound, so deadlock detection may miss 
 never ends a wait wrongly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -18,8 +18,6 @@ megabytes at a time. After each of these parts, ``DiskSteps`` moves new state to
 the part's memory pages. The optimizer's own step then steps only the remaining parameters.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -56,7 +54,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _THRESHOLD = -1, -3, 128 << 10
 _mapped: dict[int, int] = {}
 # Maps each parameter that is not sharded to the disk that holds the parameter's optimizer state.
 # For a sharded parameter (``FlatShardTensor``), this disk is ``spec.state_target``.
-_state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
+_state_disks: MutableMapping[Tensor, "DiskMemory"] = WeakIdKeyDictionary()
 
 
 class DiskMemory(OffloadTarget):

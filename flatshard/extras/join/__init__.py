@@ -10,8 +10,6 @@ take the same action with gradients of zero. As long as all ranks have input, th
 only forwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

@@ -16,8 +16,6 @@ initialisation, the initialiser forgot the tensor. If a tensor still has the pat
 forward, ``leave_empty`` left it empty, and ``load_state_dict`` did not load it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -152,7 +150,7 @@ class _Slot:
     # If several attributes have the same tensor (a tied parameter): the first slot of the tensor,
     # or None for the first slot itself. All slots are initialised, so that later tensors get the
     # same random numbers as in the model's constructor, but only the first slot's values are kept.
-    first: _Slot | None
+    first: "_Slot | None"
 
     @property
     def holder(self) -> dict[str, Any]:

@@ -7,8 +7,6 @@ state. ``Replay`` keeps two clocks: one clock for the device's computation, and 
 link. Collectives use the link one after another.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The options of the command ``flatshard plan`` are the keywords of ``plan``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -409,7 +407,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
     texts = {name: " ".join(text.replace("`", "").split()) for name, text in items}
     for one in dataclasses.fields(Target):
-        name, kind = one.name, int if one.type == "int" else str
+        name, kind = one.name, int if one.type is int else str
         if name in ("build", "step", "auto_wrap_policy"):
             continue  # no value of this field can be written on a command line
         more: Any = {"choices": _CHOICES[name]} if name in _CHOICES else {"type": kind}

@@ -6,8 +6,6 @@ autograd decides which tensors are saved for backward, and activation checkpoint
 tensors are computed again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -9,8 +9,6 @@ per block of elements, as in ZeRO++ (arXiv 2306.10209): a large element reduces 
 of its block. Scales are powers of two, so values are rounded only once, by the quantisation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

@@ -17,8 +17,6 @@ The mapping is private, so if a module writes to unsharded parameters, the shard
 the file of a shard cannot be created or mapped, the shard is copied into the buffers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -66,7 +64,7 @@ class SharedMemoryTransport(transports.Transport):
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
     @classmethod
-    def connect(cls, members: Members) -> SharedMemoryTransport | str:
+    def connect(cls, members: Members) -> "SharedMemoryTransport | str":
         if not members.is_gloo:
             return ""
         # This transport cannot round to a `wire_dtype`; `collectives=` asks for another transport.

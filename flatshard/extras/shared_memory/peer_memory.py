@@ -15,8 +15,6 @@ Polling a mailbox takes less than a microsecond. A message through a socket woul
 microseconds, and need a thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

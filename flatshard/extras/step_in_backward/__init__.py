@@ -11,8 +11,6 @@ exchanged which parameters were used, each rank steps the remaining units.
 Without this folder, ``ShardedWrapper.step_in_backward()`` raises ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
@@ -41,7 +39,7 @@ _Part = tuple[torch.optim.Optimizer, dict[str, Any]]
 class StepInBackward:
     """Result of ``ShardedWrapper.step_in_backward``; ``remove()`` undoes the call."""
 
-    def __init__(self, of: SteppedInBackward, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, of: "SteppedInBackward", optimizer: torch.optim.Optimizer) -> None:
         self._of, self._optimizer = of, optimizer
 
     def remove(self) -> None:
@@ -347,7 +345,7 @@ class ConsumedGrad(torch.Tensor):
     _of: str
 
     @staticmethod
-    def __new__(cls, param: Tensor, name: str) -> ConsumedGrad:
+    def __new__(cls, param: Tensor, name: str) -> "ConsumedGrad":
         self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(param.shape), dtype=param.dtype, device=param.device
         )

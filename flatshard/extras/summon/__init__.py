@@ -3,8 +3,6 @@
 Without this folder, both methods raise ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Without this folder, ``ShardedWrapper.unit_report()`` raises ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flatshard.comm.communicator import Topology

@@ -5,8 +5,6 @@
 together (``read``). ``norms`` computes norms of all parameters or gradients.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import defaultdict
@@ -224,7 +222,7 @@ def read(model: nn.Module, caller: str, options: Options, units: Any, finish: An
     return items
 
 
-def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flats, list[Item]]:
+def _choose(model: nn.Module, names: Any, lora: "MergedLora | None") -> tuple[Flats, list[Item]]:
     """Return the chosen parameters, grouped by flat parameter, and all other chosen tensors."""
     known: dict[Tensor, TensorName] = {}
     # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
@@ -302,7 +300,7 @@ def _start(
         return full, gather.start_full(shard.to(handle.device, sent), full, gather.read_tags)
 
 
-def _finish(options: Options, lora: MergedLora | None, name: TensorName, tensor: Tensor) -> Item:
+def _finish(options: Options, lora: "MergedLora | None", name: TensorName, tensor: Tensor) -> Item:
     merged = tensor if lora is None else lora.merge(name.names, tensor)
     return name, merged.to(options.device or tensor.device, yielded_dtype(tensor, options.dtype))
 

@@ -10,8 +10,6 @@ Without this folder, an optimizer raises at the first step on sharded parameters
 to be element-wise (Adam and SGD, for example) or passed to ``flatshard.declare_elementwise``.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings

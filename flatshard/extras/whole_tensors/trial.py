@@ -4,8 +4,6 @@ A table of known optimizers would not be enough: users bring new optimizers, and
 on an optimizer's options.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import enum
