@@ -595,15 +595,12 @@ def _entries_of(shards: ModelShards, to_load: nn.Module | None = None) -> dict[s
     if to_load is not None:
         own = {id(one) for one in itertools.chain(to_load.parameters(), to_load.buffers())}
     for name, value in shards.state_dict(keep_vars=to_load is not None).items():
+        is_plain = isinstance(value, Tensor) and value.layout == torch.strided
         if isinstance(value, FlatShardTensor):
             spec = value.spec
             part = Elements(value.local, spec.order, spec.offset)
             key: tuple[object, ...] = part.values.untyped_storage()._cdata, spec.name
-        elif (
-            not isinstance(value, Tensor)
-            or value.layout != torch.strided
-            or is_traceable_wrapper_subclass(value)
-        ):
+        elif not is_plain or is_traceable_wrapper_subclass(value):
             others.append(f"{name!r} ({type(value).__name__})")
             continue
         else:

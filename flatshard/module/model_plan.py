@@ -122,10 +122,8 @@ class ModelPlan:
             self.chosen = find_units(self.tree, self.settings.auto_wrap_policy)
         # The settings of each module that becomes a unit, beginning with the root module.
         members = {member.module: member for member in (root, *self.chosen)}
-        self.settings_of = {
-            module: self.settings.override(member, self.divergent)
-            for module, member in members.items()
-        }
+        override = self.settings.override
+        self.settings_of = {m: override(one, self.divergent) for m, one in members.items()}
         precisions = {module: one.mixed_precision for module, one in self.settings_of.items()}
         self.precision_plan = PrecisionPlan(self.module, precisions, self.left_alone)
         for info in infos:

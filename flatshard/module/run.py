@@ -291,8 +291,5 @@ def _plan_syncs(units: Sequence[Unit], limit: int | None, replicas_only: bool) -
 
 def _gradient_bytes(unit: Unit) -> int:
     """Return the bytes of the unsharded gradients that a unit accumulates under ``no_sync``."""
-    return sum(
-        handle.layout.padded_numel * handle.grads.dtypes.accum_dtype.itemsize
-        for handle in unit.handles
-        if handle.num_trainable
-    )
+    trained = (one for one in unit.handles if one.num_trainable)
+    return sum(one.layout.padded_numel * one.grads.dtypes.accum_dtype.itemsize for one in trained)

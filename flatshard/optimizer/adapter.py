@@ -367,10 +367,8 @@ def apart(state: State) -> State:
     """Return ``state`` with copies of tensors that all members of a bucket share (``step``)."""
     if not isinstance(state, BucketState):
         return state
-    return {
-        key: value.clone() if type(value) is Tensor and value.dim() == 0 else value
-        for key, value in dict.items(state)
-    }
+    items = dict.items(state)
+    return {k: v.clone() if type(v) is Tensor and v.dim() == 0 else v for k, v in items}
 
 
 def shown(state: State) -> State:

@@ -133,11 +133,8 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
     """Cast the floating point buffers of modules. State dicts keep the original dtypes."""
     # Record the dtypes before any buffer is cast, because modules may share a buffer.
     for module, dtype in wanted.items():
-        own = {
-            name: buffer.dtype
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and id(buffer) not in left_alone
-        }
+        held = ((name, one) for name, one in module._buffers.items() if id(one) not in left_alone)
+        own = {name: one.dtype for name, one in held if one is not None and one.is_floating_point()}
         if own:
             module.__dict__[CAST_BUFFERS] = dtype, own
             # Register a new `partial`, because torch sets an attribute on the hook.

@@ -182,10 +182,8 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 def copied_attributes(tensor: Tensor) -> dict[str, Any]:
     """Return ``attributes_of(tensor)`` for a copy of the parameter: tensors are cloned."""
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in attributes_of(tensor).items()
-    }
+    found = attributes_of(tensor).items()
+    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in found}
 
 
 def check_data(where: str, tensor: Tensor, value: Tensor) -> None:

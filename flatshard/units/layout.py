@@ -163,10 +163,8 @@ class FlatLayout:
         """Return (rank, slice) for each part of parameter ``index``. ``ranks[i]`` has shard i."""
         start, end, numel = self.spans[index].start, self.spans[index].end, self.shard_numel
         shards = range(start // numel, -(-end // numel)) if start < end else ()
-        return [
-            (ranks[i], slice(max(i * numel - start, 0), min((i + 1) * numel, end) - start))
-            for i in shards
-        ]
+        begins = ((i, i * numel - start) for i in shards)
+        return [(ranks[i], slice(max(b, 0), min(b + numel, end - start))) for i, b in begins]
 
 
 def round_up(value: int, multiple: int) -> int:
