@@ -95,10 +95,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
             if in_order is not None:
                 starts, shard_numel = in_order, tried
                 break
-    moved = [
-        replace(span, start=start, end=start + span.numel)
-        for span, start in zip(spans, starts, strict=True)
-    ]
+    pairs = zip(spans, starts, strict=True)
+    moved = [replace(span, start=start, end=start + span.numel) for span, start in pairs]
     # Sort by start, then by end. Then an empty parameter comes before a parameter with elements
     # that begins at the same position.
     moved.sort(key=lambda span: (span.start, span.end))

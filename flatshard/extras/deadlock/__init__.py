@@ -133,11 +133,8 @@ class Watchdog(CollectiveWatch):
         # Leave out autograd's threads (one per accelerator, not started by Python): while they run,
         # the thread that called `backward()` waits, and begins no collectives.
         self._users = program.python_threads() & stacks.keys()
-        self._waits = {
-            wait: self._waits.get(wait) or _blocked(wait, thread)
-            for thread, waits in stacks.items()
-            for wait in waits
-        }
+        found = ((thread, wait) for thread, waits in stacks.items() for wait in waits)
+        self._waits = {one: self._waits.get(one) or _blocked(one, thread) for thread, one in found}
         now = time.monotonic()
         for wait in (self._waits[waits[-1]] for waits in stacks.values() if waits):
             is_meeting = wait.describe().startswith("ShardedWrapper")

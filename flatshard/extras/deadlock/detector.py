@@ -90,6 +90,12 @@ class _Report(NamedTuple):
     need: WaitCondition
     begun: AllBegun
 
+    def to_json(self) -> str:
+        need = self.need
+        # Shorten the list: a list of more than `_ASKED` ranks stands for all ranks of the group.
+        need = WaitCondition(need.group, str(need.kind), need.number, need.ranks[: _ASKED + 1])
+        return json.dumps(self._replace(need=need))
+
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
         """Whether this wait ends only after ``rank`` has begun more collectives than ``begun``."""
         need = self.need
@@ -438,10 +444,7 @@ def _own_store() -> Any:
 
 
 def _publish(store: Any, report: _Report) -> None:
-    need = report.need
-    # Shorten the list: a list of more than `_ASKED` ranks stands for all ranks of the group.
-    need = WaitCondition(need.group, str(need.kind), need.number, need.ranks[: _ASKED + 1])
-    store.set(_key(dist.get_rank()), json.dumps(report._replace(need=need)))
+    store.set(_key(dist.get_rank()), report.to_json())
 
 
 def _key(rank: int) -> str:

@@ -104,10 +104,8 @@ class GpuWaits:
 
 def begun() -> dict[str, int]:
     """Return how many NCCL collectives this rank has begun, keyed by the process group's name."""
-    return {
-        group.group_name: int(backend._get_sequence_number_for_group())
-        for group, backend in _backends().items()
-    }
+    backends = _backends().items()
+    return {group.group_name: int(one._get_sequence_number_for_group()) for group, one in backends}
 
 
 def end_waits(thread: int, text: str, since: float) -> None:
@@ -211,10 +209,8 @@ def abort() -> None:
     _aborted.update(groups)
     # An abort waits until the group's kernels have ended, and a kernel may be queued behind a
     # kernel of another group. So abort all groups at the same time, each in its own thread.
-    threads = [
-        threading.Thread(target=_abort, args=[backends[group]], name="flatshard-abort", daemon=True)
-        for group in groups
-    ]
+    thread_of = partial(threading.Thread, target=_abort, name="flatshard-abort", daemon=True)
+    threads = [thread_of(args=[backends[group]]) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:

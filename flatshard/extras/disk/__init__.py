@@ -352,11 +352,8 @@ def _bytes_per_element(optimizer: Optimizer, group: dict[str, Any], param: Tenso
         state = optimizer.state.pop(probe, {})
     if changed is not None:
         return None
-    return sum(
-        value.element_size()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.shape == probe.shape
-    )
+    kept = (v for v in state.values() if isinstance(v, Tensor) and v.shape == probe.shape)
+    return sum(value.element_size() for value in kept)
 
 
 # This module is imported when the first model with `CPUOffload(path=...)` is wrapped.

@@ -336,7 +336,5 @@ class Float8Shard:
 
     def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         first = self.num_blocks * torch.float32.itemsize
-        return (
-            packed[..., :first].view(torch.float32),
-            packed[..., first : first + self.numel].view(self.dtype),
-        )
+        scales, values = packed[..., :first], packed[..., first : first + self.numel]
+        return scales.view(torch.float32), values.view(self.dtype)

@@ -108,7 +108,8 @@ class SteppedInBackward(StepExtension):
                 "optimizer.step() after backward."
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"step_in_backward: expected a torch optimizer, got {optimizer!r}.")
+            text = f"step_in_backward: expected a torch.optim.Optimizer, got {optimizer!r}."
+            raise TypeError(text)
         kind = type(optimizer).__name__
         if not is_elementwise(optimizer):
             raise ValueError(
@@ -120,7 +121,8 @@ class SteppedInBackward(StepExtension):
         owned, groups = _find_owned(self.state), _groups_of(optimizer)
         found = groups.keys() & owned.keys()
         if not found:
-            raise ValueError(f"{kind} has no parameter of the model: use model.parameters().")
+            text = f"{kind} holds no parameter of the model. Make it from model.parameters()."
+            raise ValueError(text)
         if any(found & _groups_of(one).keys() for one in self.optimizers):
             raise ValueError(
                 f"{kind} holds parameters that another optimizer already steps in backward. First "

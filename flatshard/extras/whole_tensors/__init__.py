@@ -341,10 +341,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
 
     def _scatter(self, params: Params, done: Mapping[FlatShardTensor, Tensor]) -> None:
         """Write the full values from the owners to all shards. Collective."""
-        moved = [
-            Moved(param.spec, param.local.detach(), done.get(param), self._owners.get(param))
-            for param in params
-        ]
+        moved = [Moved(p.spec, p.local.detach(), done.get(p), self._owners.get(p)) for p in params]
         whole.scatter(moved, "optimizer step, to the shards")
         sharded_tensor.wrote(params)
 
@@ -373,11 +370,9 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         moved: list[Moved] = []
         for comm in self._comms():
             params = [param for param, spec in self._params.items() if spec.comm is comm]
-            described = {
-                number: _described(param, optimizer.state[param])
-                for number, param in enumerate(params)
-                if self._owners[param] == comm.rank and param in optimizer.state
-            }
+            own = (pair for pair in enumerate(params) if self._owners[pair[1]] == comm.rank)
+            state_of = optimizer.state
+            described = {n: _described(p, state_of[p]) for n, p in own if p in state_of}
             everyone = comm.host.gather(described, "optimizer state")
             for number, param in enumerate(params):
                 # Skip state from a checkpoint, which is sharded on all ranks until the next step.
