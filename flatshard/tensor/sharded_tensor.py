@@ -10,8 +10,6 @@ rank copies only its own range. Every other operation raises an error that names
 During forward and backward, modules contain plain parameters instead.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib
 import math
@@ -118,7 +116,7 @@ class Origin:
     written: str = ""
     # Earlier results of `p.data` that the program still has, keyed by id. They share the memory of
     # `p`, but a later assignment to `p.data` must not change their values.
-    aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
+    aliases: "weakref.WeakValueDictionary[int, FlatShardTensor] | None" = None
 
     @property
     def may_change(self) -> bool:
@@ -342,7 +340,7 @@ class FlatShardTensor(torch.Tensor):
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
+    def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> "FlatShardTensor":
         origin = Origin(Source.PARAMETERS, is_fixed=True)
         self = cls(flat[spec.range], spec, role="parameter", flat=flat, origin=origin)
         self._is_param = self.is_unit_parameter = True
@@ -469,7 +467,7 @@ class FlatShardTensor(torch.Tensor):
         # tied parameters would treat all parameters without elements on this rank as tied.
         return self.local.data_ptr() or id(self.spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatShardTensor":
         if id(self) not in memo:
             spec, local = self.spec.detached(), self.local.detach()
             target = spec.state_target
