@@ -488,7 +488,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         with ExitStack() as stack:
             for extension in context.extensions:
                 stack.enter_context(extension.clipping(self, limits))
-            optimizer_step.check_reduced(handles, world, is_reducing=context.is_reducing)
+            optimizer_step.check_reduced(handles, world, reduces=context.is_reducing)
             return optimizer_step.clip_grad_norm_(list(self.parameters()), handles, *limits)
 
     def norms(

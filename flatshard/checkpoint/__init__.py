@@ -1,7 +1,5 @@
 """``flatshard.checkpoint`` saves and loads training checkpoints, and files with a full model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
@@ -10,13 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard.checkpoint.folder import latest
-from flatshard.checkpoint.loading import load
 from flatshard.checkpoint.safetensors import load_safetensors, save_safetensors
-from flatshard.checkpoint.saving import save
+from flatshard.checkpoint.save_load import load, save
 from flatshard.checkpoint.sources import convert
 from flatshard.checkpoint.training import Optimizers, PendingSave
 from flatshard.extras.model_shards import model_shards
-from flatshard.optimizer.state_dicts import copied
+from flatshard.optimizer.state_dicts import StateDict, copied
 from flatshard.state.model_state import StateDictOptions
 from flatshard.state.optim_state import OptimState
 
@@ -68,9 +65,7 @@ def full_optim_state_dict(
 ) -> list[dict[str, Any]]: ...
 
 
-def full_optim_state_dict(
-    model: nn.Module, optimizer: Optimizers
-) -> dict[str, Any] | list[dict[str, Any]]:
+def full_optim_state_dict(model: nn.Module, optimizer: Optimizers) -> StateDict | list[StateDict]:
     """Return the full optimizer state on rank 0, in host memory; an empty dict on other ranks.
 
     For several optimizers, in a list, tuple or dict, returns a list or dict of their states.

@@ -1,7 +1,5 @@
 """Tries or plans a training run, explains an error, or lists or converts a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -39,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("code", help="the code at the end of a message, such as FS-DEADLOCK")
     one.set_defaults(run=lambda options: print(explain(**options)))
     if (planning := default_extra("plan")) is not None:
-        one = commands.add_parser(
-            "plan", help="predict memory and time of training, for each sharding strategy"
-        )
+        one = commands.add_parser("plan", help="predict memory and time of each sharding strategy")
         planning.add_arguments(one)
         one.set_defaults(run=planning.run)
     if (trial := default_extra("trial_run")) is not None:

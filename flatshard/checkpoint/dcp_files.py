@@ -4,8 +4,6 @@ Reading runs no code from the files: metadata may contain only a few classes, an
 loaded with ``weights_only``. Import this module in functions, because importing DCP is slow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -6,8 +6,6 @@ Ranks write files into ``NAME.incomplete`` and sync them to the disk. Then rank 
 earlier, ``NAME.incomplete`` stays until the next save. A deletion first undoes the renaming.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -120,10 +118,8 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
             if time.monotonic() < deadline:
                 time.sleep(0.1)
             elif path.exists():
-                got = path.stat().st_size
-                raise ValueError(
-                    f"{path} is incomplete: expected {expected} bytes, got {got}. {remedy}"
-                )
+                what = f"expected {expected} bytes, got {path.stat().st_size}"
+                raise ValueError(f"{path} is incomplete: {what}. {remedy}")
             else:
                 raise FileNotFoundError(f"{path} is missing, expected {expected} bytes. {remedy}")
 

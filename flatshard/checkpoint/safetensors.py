@@ -12,8 +12,6 @@ A file stores a tensor row by row. In memory, the dimensions of a parameter may 
 dimension), and each box is cut into pieces that are contiguous in the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools
@@ -219,9 +217,7 @@ def plan_files(
     if is_file and max_shard_size is not None:
         text = f"max_shard_size makes several files, but {path} is one file. Pass a folder."
         raise ValueError(text)
-    unknown = [
-        f"{n!r} ({one.dtype})" for n, one in tensors.items() if one.dtype not in _DTYPE_NAMES
-    ]
+    unknown = [f"{n!r} ({t.dtype})" for n, t in tensors.items() if t.dtype not in _DTYPE_NAMES]
     if unknown:
         raise ValueError(f"safetensors has no dtype for {', '.join(unknown)}. Cast these tensors.")
     metadata = {"format": "pt", **(metadata or {})}
@@ -599,15 +595,12 @@ def _entries_of(shards: ModelShards, to_load: nn.Module | None = None) -> dict[s
     if to_load is not None:
         own = {id(one) for one in itertools.chain(to_load.parameters(), to_load.buffers())}
     for name, value in shards.state_dict(keep_vars=to_load is not None).items():
+        is_plain = isinstance(value, Tensor) and value.layout == torch.strided
         if isinstance(value, FlatShardTensor):
             spec = value.spec
             part = Elements(value.local, spec.order, spec.offset)
             key: tuple[object, ...] = part.values.untyped_storage()._cdata, spec.name
-        elif (
-            not isinstance(value, Tensor)
-            or value.layout != torch.strided
-            or is_traceable_wrapper_subclass(value)
-        ):
+        elif not is_plain or is_traceable_wrapper_subclass(value):
             others.append(f"{name!r} ({type(value).__name__})")
             continue
         else:

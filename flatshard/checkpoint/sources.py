@@ -5,8 +5,6 @@
 Reading runs no code from the files: pickles are loaded with ``weights_only``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -73,10 +71,8 @@ class Source:
             found = [()]
         if len(found) != 1:
             known = ", ".join(sorted(".".join(one) for one in prefixes if one)) or "no tensors"
-            wrong = f"expected one entry that contains the model, got {len(found)}"
-            raise ValueError(
-                f"{self.path}: key={key!r}: {wrong}. Pass the model's key, one of: {known}."
-            )
+            wrong = f"key={key!r}: expected one entry that contains the model, got {len(found)}"
+            raise ValueError(f"{self.path}: {wrong}. Pass the model's key, one of: {known}.")
         depth = len(found[0])
         model = {".".join(n[depth:]): n for n in self.tensors if n[:depth] == found[0]}
         model |= {alias: (kept,) for alias, kept in self.ties.items()}

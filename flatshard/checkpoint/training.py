@@ -10,8 +10,6 @@ keys are texts, and DCP keeps every value. ``pack`` also returns a ``Form``, fro
 restores the original values.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -39,9 +37,6 @@ from flatshard.state.optim_state import OptimState
 T = TypeVar("T")
 _logger = logging.getLogger("flatshard.checkpoint")
 
-# Results of `HostRanks.of`, keyed by the process group that trains the model.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
-
 
 class HostRanks(HostExchange):
     """Exchanges Python objects between the ranks of a process group."""
@@ -51,7 +46,7 @@ class HostRanks(HostExchange):
         self.rank = 0 if group is None else group.rank()
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
+    def of(cls, group: dist.ProcessGroup | None) -> "HostRanks":
         """Return an instance for the ranks of ``group``. Collective at the first call."""
         if group is None or group.size() == 1 or is_fake(group):
             return cls(None)
@@ -69,8 +64,14 @@ class HostRanks(HostExchange):
         self.agree(work if self.rank == 0 else lambda: None, op_name)
 
 
+# Results of `HostRanks.of`, keyed by the process group that trains the model.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
+
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]
 """One optimizer, or several over one model: a list, a tuple, or a dict from names to optimizers."""
+
+
+Kinds = dict[str, list[Any]]  # class name and names of parameters of each optimizer
 
 
 def by_name(optimizer: Optimizers | None) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Training:
         optimizers, units = by_name(optimizer).items(), self.shards.units
         self.optimizers = {name: OptimState(self.plain, one, units) for name, one in optimizers}
 
-    def kinds(self) -> dict[str, list[Any]]:
+    def kinds(self) -> Kinds:
         """Return each optimizer's class, and the names of its parameters."""
         return {
             name: [type(one.optimizer).__name__, sorted(param.fqn for param in one.params)]
@@ -238,9 +239,7 @@ def pack(value: Any) -> tuple[Any, Form]:
     if isinstance(value, Mapping):
         keys, values = list(value), list(value.values())
         if any(isinstance(key, Tensor) for key in keys):
-            raise TypeError(
-                "the optimizer keeps a dict with tensors as keys, which a checkpoint cannot restore"
-            )
+            raise TypeError("the optimizer has a dict with tensors as keys, which cannot be saved")
         names = _dcp_names(keys)
         packed, forms = zip(*map(pack, values), strict=True) if values else ((), ())
         form = None if names is keys and not any(forms) else ["dict", keys, list(forms)]

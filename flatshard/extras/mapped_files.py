@@ -8,8 +8,6 @@ The arguments ``place`` and ``nbytes`` of the functions are the first address an
 address range.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """``ModelShards``: gives extras and checkpoints access to this rank's shards of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,10 +55,8 @@ class ModelShards:
 
         The key identifies the storage of this rank's shard (``_cdata``).
         """
-        return {
-            handle.flat_param.untyped_storage()._cdata: handle.topology.replicate
-            for handle in self._handles
-        }
+        known = ((one.flat_param, one.topology.replicate) for one in self._handles)
+        return {param.untyped_storage()._cdata: replicate for param, replicate in known}
 
     def mark_written(self) -> None:
         """Mark unsharded copies as out of date. Call after writing into the memory of shards."""

@@ -4,8 +4,6 @@ The extra ``whole_tensors`` steps full parameters, ``disk`` steps a part of the 
 and ``step_in_backward`` steps the parameters of a unit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

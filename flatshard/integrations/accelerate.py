@@ -5,8 +5,6 @@
 Only this import changes in the program. ``accelerate launch`` starts the program as before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import warnings

@@ -7,8 +7,6 @@ Importing this module registers the strategy:
     trainer = Trainer(strategy="flatshard", devices=2)
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Mapping
@@ -191,10 +189,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            ShardedWrapper.optim_state_dict_to_load(
-                self.model, optimizer, state, load_directly=True
-            )
+        for one, state in zip(self.optimizers, states, strict=False):
+            ShardedWrapper.optim_state_dict_to_load(self.model, one, state, load_directly=True)
 
 
 class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]

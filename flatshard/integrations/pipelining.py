@@ -1,7 +1,5 @@
 """``PipelineStage``: torch's ``PipelineStage`` for a ``ShardedWrapper``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage as TorchStage

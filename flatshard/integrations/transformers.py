@@ -5,8 +5,6 @@
 Only this import changes in the program. ``torchrun`` starts the program as before.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

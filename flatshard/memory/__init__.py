@@ -1,12 +1,10 @@
 """Memory of tensors: unsharded buffers, cached results, offload targets, and checksums."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -196,7 +194,7 @@ class OffloadTargets:
     keeps_copy: bool = False  # whether a copy of the shard for all-gathers stays on the device
 
     @classmethod
-    def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
+    def find(cls, offload: CPUOffload, device: torch.device) -> Self:
         """Return the targets for an offload policy without a disk. Units compute on ``device``."""
         if not offload.is_on or device.type == "cpu":
             return cls()

@@ -8,8 +8,6 @@ rank 0 broadcasts one parameter after the other, and every rank copies only its 
 So only rank 0 needs memory for the full model's values.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -149,9 +147,7 @@ def _offload_targets(plan: ModelPlan) -> OffloadTargets:
     return extra("disk", "CPUOffload(path=...)").find_targets(plan)  # type: ignore[no-any-return]
 
 
-def _make_units(
-    plan: ModelPlan, initial_values: InitialValues, targets: OffloadTargets
-) -> list[Unit]:
+def _make_units(plan: ModelPlan, values: "InitialValues", targets: OffloadTargets) -> list[Unit]:
     """Make the units. Returns the units, the root first. Collective."""
     units: list[Unit] = []
     for planned in plan.units:
@@ -159,7 +155,7 @@ def _make_units(
         for flat in planned.flats:
             flat.topology, flat.targets = settings.topology, targets
             params = flat.take_params()
-            handles.append(FlatParamHandle(flat, params, initial_values.shard(flat, params)))
+            handles.append(FlatParamHandle(flat, params, values.shard(flat, params)))
         modules = [member.module for member in planned.members]
         casts = {module: plan.precision_plan.of_unit(module) for module in modules}
         unit = Unit(casts, planned.names, settings, plan.ignored.within(modules))

@@ -4,8 +4,6 @@ Making a plan changes no module and does not communicate, so the model may be on
 ``construction`` makes the planned units, and ``extras.plan`` predicts their memory.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -124,10 +122,8 @@ class ModelPlan:
             self.chosen = find_units(self.tree, self.settings.auto_wrap_policy)
         # The settings of each module that becomes a unit, beginning with the root module.
         members = {member.module: member for member in (root, *self.chosen)}
-        self.settings_of = {
-            module: self.settings.override(member, self.divergent)
-            for module, member in members.items()
-        }
+        override = self.settings.override
+        self.settings_of = {m: override(one, self.divergent) for m, one in members.items()}
         precisions = {module: one.mixed_precision for module, one in self.settings_of.items()}
         self.precision_plan = PrecisionPlan(self.module, precisions, self.left_alone)
         for info in infos:
@@ -320,9 +316,7 @@ def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
-def _check_shares_no_memory(
-    params: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]
-) -> None:
+def _check_shares_no_memory(params: Mapping[str, nn.Parameter], others: dict[str, Tensor]) -> None:
     """Raise ValueError if a trained parameter shares memory with another tensor of the module."""
     placed = []
     for name, tensor in (*others.items(), *params.items()):

@@ -1,7 +1,5 @@
 """Makes the state of a model's training steps, and checks it before each forward; ``no_sync``."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref
@@ -258,16 +256,14 @@ def _check_not_captured(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def accumulating(
-    context: RunState, max_bytes: int | None, *, replicas_only: bool
-) -> Iterator[None]:
+def accumulating(state: RunState, max_bytes: int | None, *, replicas_only: bool) -> Iterator[None]:
     """Context in which backwards accumulate unreduced gradients; see ``ShardedWrapper.no_sync``."""
     as_flag("replicas_only", replicas_only)
-    context.check_between_steps("no_sync()")
+    state.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}.")
-    syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
-    with temporarily([context], syncs=syncs, under_no_sync=True):
+    syncs = _plan_syncs(state.units, max_bytes, replicas_only)
+    with temporarily([state], syncs=syncs, under_no_sync=True):
         yield
 
 
@@ -279,26 +275,21 @@ def plan_backward(model: nn.Module, *, reduces: bool) -> None:
         root.context.accumulates = not reduces
 
 
-def _plan_accumulation(
-    units: Sequence[Unit], max_bytes: int | None, replicas_only: bool
-) -> list[GradSync]:
+def _plan_syncs(units: Sequence[Unit], limit: int | None, replicas_only: bool) -> list[GradSync]:
     """Return, for each unit, which reductions a backward under ``no_sync`` does."""
     rest = GradSync.SHARD_ONLY if replicas_only else GradSync.FULL
-    if max_bytes is None:
+    if limit is None:
         return [GradSync.SHARD_ONLY if replicas_only else GradSync.ACCUMULATE] * len(units)
     syncs = [rest] * len(units)
-    # Begin with the smallest units: then ``max_bytes`` saves the collectives of the most units.
+    # Begin with the smallest units: then ``limit`` saves the collectives of the most units.
     for nbytes, index in sorted((_gradient_bytes(unit), unit.index) for unit in units):
-        if nbytes <= max_bytes:
-            max_bytes -= nbytes
+        if nbytes <= limit:
+            limit -= nbytes
             syncs[index] = GradSync.ACCUMULATE
     return syncs
 
 
 def _gradient_bytes(unit: Unit) -> int:
     """Return the bytes of the unsharded gradients that a unit accumulates under ``no_sync``."""
-    return sum(
-        handle.layout.padded_numel * handle.grads.dtypes.accum_dtype.itemsize
-        for handle in unit.handles
-        if handle.num_trainable
-    )
+    trained = (one for one in unit.handles if one.num_trainable)
+    return sum(one.layout.padded_numel * one.grads.dtypes.accum_dtype.itemsize for one in trained)

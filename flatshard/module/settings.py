@@ -1,13 +1,11 @@
 """``Settings``: the checked values of the keywords of ``ShardedWrapper`` for one unit."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -130,7 +128,7 @@ class Settings:
     sync_module_states: bool | None = None
 
     @classmethod
-    def read(cls, module: nn.Module, ignored: Ignored, given: Mapping[str, Any]) -> Settings:
+    def read(cls, module: nn.Module, ignored: Ignored, given: Mapping[str, Any]) -> Self:
         """Check the keywords of ``ShardedWrapper``, and return the outermost unit's settings."""
         as_flag("limit_all_gathers", given["limit_all_gathers"])
         values = read_values(given)
@@ -165,7 +163,7 @@ class Settings:
             f"broadcast_buffers={self.broadcast_buffers}, boundary={self.boundary!r}"
         )
 
-    def override(self, member: ChosenModule, divergent: Set[nn.Module]) -> Settings:
+    def override(self, member: ChosenModule, divergent: Set[nn.Module]) -> Self:
         """Return these settings, changed by the keywords that the policy gives for a module."""
         keywords = dict(member.overrides)
         own = {name: keywords.pop(name) for name in _PER_UNIT & keywords.keys()}

@@ -1,7 +1,5 @@
 """Reads the arguments ``process_group`` and ``device_mesh``, and compares them between ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence, Set
 from itertools import chain, product
@@ -16,6 +14,8 @@ from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import control_of, ranks_text
 from flatshard.comm.ranks import Ranks, communicator, subgroup
 from flatshard.options import TransportOptions
+
+_Group = tuple[int, ...]  # the members of a group, as ranks in the default group
 
 
 def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) -> Ranks:
@@ -105,8 +105,6 @@ def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Grou
 
 # ---------------------------------------------------------------- comparison between ranks
 
-_Group = tuple[int, ...]  # the members of a group, as ranks in the default group
-
 _COMPARING = "ShardedWrapper: comparing process groups"
 _PAIR = "process_group=(shard_group, replicate_group)"
 
@@ -119,11 +117,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     the shard groups that it knows. Collective: all ranks of the groups.
     """
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
-    hosts = {
-        place: HostExchange(*control_of(group))
-        for place, group in enumerate(groups)
-        if group.size() > 1
-    }
+    several = ((place, group) for place, group in enumerate(groups) if group.size() > 1)
+    hosts = {place: HostExchange(*control_of(group)) for place, group in several}
     # Compare the transport options before making communicators: with different options, some ranks
     # would make fewer process groups, and the other ranks would wait forever.
     facts = {

@@ -1,7 +1,5 @@
 """Finds the units, their modules and flat parameters, and the wrappers in a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Set
 
 from torch import nn
@@ -77,13 +75,8 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
     """Return the modules that groups of fewer than ``world_size`` ranks train separately."""
-    return {
-        inner
-        for unit in units
-        if unit.topology.world.size < world_size
-        for module in unit.modules
-        for inner in module.modules()
-    }
+    apart = (unit for unit in units if unit.topology.world.size < world_size)
+    return {inner for unit in apart for module in unit.modules for inner in module.modules()}
 
 
 def check_not_summoned(units: Iterable[Unit], action: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from flatshard.options.extras import extra
 from flatshard.precision import get_grad, set_grad
@@ -316,6 +316,7 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 _SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgetter("shard_spec")
 
 State = dict[str, Any]
+States = MutableMapping[Any, State]  # `optimizer.state`, keyed by parameter
 
 # Names of optimizer state that is one number per parameter. The names are needed for a parameter
 # with one element, because its state with one value per element has the same shape as a number.
@@ -366,10 +367,8 @@ def apart(state: State) -> State:
     """Return ``state`` with copies of tensors that all members of a bucket share (``step``)."""
     if not isinstance(state, BucketState):
         return state
-    return {
-        key: value.clone() if type(value) is Tensor and value.dim() == 0 else value
-        for key, value in dict.items(state)
-    }
+    items = dict.items(state)
+    return {k: v.clone() if type(v) is Tensor and v.dim() == 0 else v for k, v in items}
 
 
 def shown(state: State) -> State:
@@ -382,9 +381,7 @@ def all_params(optimizer: Optimizer) -> Iterator[Any]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def find_buckets(
-    params: Sequence[Any], known: dict[int, ParamBucket]
-) -> Iterator[ParamBucket | nn.Parameter]:
+def find_buckets(params: Sequence[Any], known: dict[int, ParamBucket]) -> Iterator[Any]:
     """Join a group's parameters into buckets where possible, and yield the result in order.
 
     Yields a bucket in place of its members, and each parameter that belongs to no bucket. Adds new
@@ -492,9 +489,7 @@ class ParamBucket:
         """One bucket per member, for steps in which the members' states cannot be joined."""
         return [ParamBucket([param]) for param in self.members]
 
-    def swap_in(
-        self, states: MutableMapping[Any, State], present: dict[int, State]
-    ) -> list[ParamBucket]:
+    def swap_in(self, states: States, present: dict[int, State]) -> list[ParamBucket]:
         """Set the bucket's gradient, and move the members' optimizer states to the bucket.
 
         ``states`` is ``optimizer.state``. ``present`` has the same states, keyed by parameter id.
@@ -523,7 +518,7 @@ class ParamBucket:
         torch._C._increment_version((self.param,))  # type: ignore[attr-defined]
         return [self]
 
-    def swap_out(self, states: MutableMapping[Any, State]) -> None:
+    def swap_out(self, states: States) -> None:
         """Give the members their state back after a step, as views of the bucket's state."""
         if self.param.grad is None:
             for param in self.members:
@@ -541,7 +536,7 @@ class ParamBucket:
         if states.get(self.members[0]) is not self._states[0]:
             states.update(zip(self.members, self._states, strict=False))
 
-    def _join(self, states: MutableMapping[Any, State]) -> State | None:
+    def _join(self, states: States) -> State | None:
         """Return the members' states, joined into one state, or None if they cannot be joined.
 
         The state of padding is zero, so that the optimizer computes no inf or NaN in padding.
@@ -581,7 +576,7 @@ class ParamBucket:
         is_view = getattr(value, "_base", None) is base and base.shape == self.param.shape
         return is_view and value.storage_offset() - base.storage_offset() == self._part(param).start
 
-    def _split(self, shared: State, states: MutableMapping[Any, State]) -> None:
+    def _split(self, shared: State, states: States) -> None:
         """Make ``shared`` the bucket's state, and give each member views of ``shared``."""
         is_small = self.param.numel() == 1
         numbers = numbers_in([*states.items(), (self.param, shared)]) if is_small else set[str]()
@@ -673,9 +668,7 @@ def map_state(function: Callable[[str, Any], Any], state: State) -> State:
     def mapped(key: str, value: Any) -> Any:
         if isinstance(value, Tensor):  # the usual case, without a walk through a tree
             return function(str(key), value)
-        return pytree.tree_map_with_path(
-            lambda path, leaf: function(f"{key}{pytree.keystr(path)}", leaf), value
-        )
+        return tree_map_with_path(lambda at, leaf: function(f"{key}{keystr(at)}", leaf), value)
 
     return {key: mapped(key, value) for key, value in dict.items(state)}  # `items()` would copy
 

@@ -8,8 +8,6 @@ If torch's ``get_state_dict`` calls ``state_dict()``, state with one value per e
 sharded tensors, which checkpoints can save and reshard.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import sys
@@ -373,19 +371,16 @@ def comparable(
     states: Iterable[tuple[str, StateDict]], groups: Iterable[tuple[int, StateDict]]
 ) -> dict[str, Any]:
     """Return the values in parameters' states, and the tensors in groups' options."""
-    found = {
-        f"state {name!r} of parameter {fqn!r}": value
-        for fqn, state in states
-        for name, value in adapter.named_values(state).items()
-        if not isinstance(value, FlatShardTensor)
-    }
+    found: StateDict = {}
+    for fqn, state in states:
+        for name, value in adapter.named_values(state).items():
+            if not isinstance(value, FlatShardTensor):
+                found[f"state {name!r} of parameter {fqn!r}"] = value
     for number, group in groups:  # NorMuon keeps its momenta in a group's options
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        found |= {
-            f"option {name!r} of group {number}": value
-            for name, value in adapter.named_values(options).items()
-            if isinstance(value, Tensor)
-        }
+        for name, value in adapter.named_values(options).items():
+            if isinstance(value, Tensor):
+                found[f"option {name!r} of group {number}"] = value
     return found
 
 

@@ -3,8 +3,6 @@
 During a step, plain parameters replace the sharded parameters in the optimizer; see ``adapter``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from types import FunctionType, SimpleNamespace
@@ -197,19 +195,17 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
             )
 
 
-def check_reduced(
-    handles: Sequence[FlatParamHandle], world: Communicator, *, is_reducing: bool
-) -> None:
+def check_reduced(handles: list[FlatParamHandle], world: Communicator, *, reduces: bool) -> None:
     """Raise, on all ranks, if any rank has gradients that were accumulated under ``no_sync``.
 
-    ``is_reducing``: whether the last forward began outside of ``no_sync``. If False, this call is
+    ``reduces``: whether the last forward began outside of ``no_sync``. If False, this call is
     collective: all ranks of ``world``. If True, the ranks do not communicate.
     """
     error = None
     if shown := [unit_text(handle.unit.name) for handle in handles if handle.grads.is_shown()]:
         where = f"{shown[0]}, rank {world.rank}"
         error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
-    if not is_reducing:
+    if not reduces:
         # After a forward under `no_sync`, perhaps only some ranks have unreduced gradients.
         raise_everywhere(error, world, op_name="clip_grad_norm_")
     if error is not None:

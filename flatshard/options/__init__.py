@@ -1,11 +1,9 @@
 """The user's options. Each option is validated once: when it is made, or passed to a wrapper."""
 
-from __future__ import annotations
-
 import enum
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -34,7 +32,7 @@ class Placement:
     # Whether ranks may skip the unit in a step, or run units in different orders.
     may_diverge: bool = False
 
-    def diverging(self) -> Placement:
+    def diverging(self) -> Self:
         """Return a copy of this placement for a unit that ranks may skip (``allow_divergence``)."""
         return replace(self, reshard_after_forward=False, regather_size=None, may_diverge=True)
 

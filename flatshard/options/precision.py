@@ -1,7 +1,5 @@
 """``MixedPrecision``: the dtypes in which a unit computes, all-gathers and reduces."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -136,7 +134,7 @@ class ParamPrecision:
         """Return the dtype of unsharded parameters whose shard has ``dtype``."""
         return (self.compute_dtype or dtype) if dtype.is_floating_point else dtype
 
-    def grad_dtypes(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> GradDtypes:
+    def grad_dtypes(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> "GradDtypes":
         """Return the dtypes of gradients, for parameters of ``dtype``.
 
         ``of_hook``: reduce dtype of a communication hook, which has priority over the policy.

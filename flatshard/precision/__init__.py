@@ -11,8 +11,6 @@ float32. A forward hook casts its outputs back to the dtype of the inputs. Both 
 the hooks that users registered before wrapping, which see the tensors of the caller.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect
@@ -137,11 +135,8 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
     """Cast the floating point buffers of modules. State dicts keep the original dtypes."""
     # Record the dtypes before any buffer is cast, because modules may share a buffer.
     for module, dtype in wanted.items():
-        own = {
-            name: buffer.dtype
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and id(buffer) not in left_alone
-        }
+        held = ((name, one) for name, one in module._buffers.items() if id(one) not in left_alone)
+        own = {name: one.dtype for name, one in held if one is not None and one.is_floating_point()}
         if own:
             module.__dict__[CAST_BUFFERS] = dtype, own
             # Register a new `partial`, because torch sets an attribute on the hook.
@@ -186,9 +181,7 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     put_grad(param, grad)
 
 
-def check_dtype(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter
-) -> None:
+def check_dtype(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> None:
     """Raise if gradient and parameter differ in dtype, and the optimizer does not support this."""
     if (grad := param.grad) is None or grad.dtype == param.dtype:
         return
@@ -264,11 +257,9 @@ class PrecisionPlan:
         self._override_of_param: dict[int, Override | None] = {}  # keyed by the parameter's id
         self._not_linear: set[int] = set()  # ids of parameters that are not a weight of nn.Linear
         if not all(precision.changes_nothing for precision in precisions.values()):
-            self._plan_module(module, precisions[module], None)
+            self._plan(module, precisions[module], None)
 
-    def _plan_module(
-        self, module: nn.Module, precision: MixedPrecision, around: Override | None
-    ) -> None:
+    def _plan(self, module: nn.Module, precision: MixedPrecision, around: Override | None) -> None:
         if module in self._precision_of or is_sharded(module):
             return
         if (own := self._precisions.get(module, precision)) != precision:
@@ -286,7 +277,7 @@ class PrecisionPlan:
             if param is not None and id(param) not in self._left_alone:
                 self._plan_param(module, attribute, param)
         for child in module.children():
-            self._plan_module(child, precision, override)
+            self._plan(child, precision, override)
 
     def _plan_param(self, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
         if not param.is_floating_point():

@@ -12,11 +12,9 @@ model is used next or when a copy is freed, and then copies the written values t
 also watches tensors that the program has assigned to ``p.data``, such as ``q.data``.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -36,10 +34,8 @@ from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
 
-def gather_full(
-    handle: FlatParamHandle, device: torch.device | None, *, is_kept: bool
-) -> list[Tensor]:
-    """Return copies of all original parameters of ``handle``, on ``device``, in full shapes.
+def gather_full(handle: FlatParamHandle, on: torch.device | None, *, is_kept: bool) -> list[Tensor]:
+    """Return copies of all original parameters of ``handle``, on device ``on``, in full shapes.
 
     Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group, unless the
     unsharded buffer already has the values.
@@ -59,7 +55,7 @@ def gather_full(
             is_gathered = handle.is_current and handle.buffer.dtype == flat.dtype
             flat = handle.buffer if is_gathered else handle.gather_flat(flat)
         spans = handle.layout.spans if is_kept else ()
-        return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
+        return [view_of(flat, span).to(on or flat.device, copy=True) for span in spans]
 
 
 def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
@@ -301,7 +297,7 @@ class WriteThrough:
         # Name of a parameter whose copy was written after the shard had changed, or "".
         self.lost = ""
 
-    def __deepcopy__(self, memo: object) -> WriteThrough:
+    def __deepcopy__(self, memo: object) -> "WriteThrough":
         return type(self)()  # no user has a state dict of the copied model yet
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
@@ -329,9 +325,7 @@ class WriteThrough:
             if given.handle is handle and given.shard == before:
                 given.shard = identity(handle)
 
-    def _died(
-        self, user: weakref.ref[Tensor], is_ending: Callable[[], bool] = sys.is_finalizing
-    ) -> None:
+    def _died(self, user: weakref.ref[Tensor], is_ending: Any = sys.is_finalizing) -> None:
         # When the program ends, torch's functions and this module's globals may already be gone.
         if (given := self.given.pop(id(user), None)) and not is_ending():
             self.take_over([given])

@@ -5,8 +5,6 @@ parameter's state has either one value per element, like a momentum, or one valu
 like ``step``. Entries with one value per element are sharded like the parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -168,9 +166,7 @@ class OptimState:
         is_optimizer = isinstance(self.optimizer, Optimizer)
         return adapter.shared_state(self.optimizer) if is_optimizer else {}
 
-    def _by_name(
-        self, state_dict: StateDict | None, shared: dict[FlatShardTensor, StateDict]
-    ) -> StateDict:
+    def _by_name(self, state_dict: StateDict | None, shared: dict[Any, StateDict]) -> StateDict:
         """Return the optimizer's state dict, keyed by parameter name.
 
         State with one value per element is a sharded tensor. ``shared``: the result of `_shared`.
@@ -292,9 +288,7 @@ def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
         )
 
 
-def _options_of_group(
-    fqns: Sequence[str], group_of: dict[str, StateDict], own: StateDict
-) -> StateDict:
+def _options_of_group(fqns: list[str], group_of: dict[str, StateDict], own: StateDict) -> StateDict:
     """Return the saved options for a group of the optimizer. ``fqns``: the group's parameters."""
     groups = [group_of[fqn] for fqn in fqns] or [own]
     options = _options(groups[0])
@@ -312,9 +306,7 @@ def _options(group: StateDict) -> StateDict:
     return {k: copied(v) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _loaded(
-    param: OptimParam, elementwise: bool, numbers: Collection[str], name: str, value: Any
-) -> Any:
+def _loaded(param: OptimParam, elementwise: bool, numbers: set[str], name: str, value: Any) -> Any:
     """Return this rank's part of ``value``, the entry ``name`` of a parameter's full state."""
     if (original := param.original) is None:
         return copied(value)

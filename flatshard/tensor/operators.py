@@ -6,8 +6,6 @@ numbers for its own range. In a reduction over all elements, such as a norm, eac
 own range, and one collective combines the results.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 import zlib
@@ -235,16 +233,14 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def _record_write(
-    tensor: FlatShardTensor, result: Origin, func: Any, operands: Sequence[Any]
-) -> None:
+def _record_write(tensor: FlatShardTensor, result: Origin, func: Any, args: Sequence[Any]) -> None:
     """Update a tensor's origin after a write in place. ``result``: the origin of the new values."""
     origin = tensor.shard_origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
         # Ranks compare `written`. So do not add operands that may differ between ranks (OTHER).
         if result.source < Source.OTHER:
-            text = f"{origin.written}{_role_of(func, operands)}"
+            text = f"{origin.written}{_role_of(func, args)}"
             origin.written = f", written {zlib.crc32(text.encode()):08x}"
 
 
@@ -376,9 +372,7 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return given
 
 
-def norms(
-    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
-) -> list[Tensor]:
+def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Return the p-norm of each tensor. The norms have the same dtypes and devices as in torch.
 
     Collective: all ranks that share ``tensors``. One collective reduces the norms of all tensors
@@ -509,9 +503,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     sharded_tensor.wrote(gradients)
     # Remove duplicate communicators with a dictionary, because a set has no fixed order. All ranks
     # must use the communicators in the same order.
-    for comm in dict.fromkeys(
-        comm for g in sharded_tensor.sharded_in(gradients) for comm in g.spec.comms
-    ):
+    comms = (comm for g in sharded_tensor.sharded_in(gradients) for comm in g.spec.comms)
+    for comm in dict.fromkeys(comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 
 

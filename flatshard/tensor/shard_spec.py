@@ -1,7 +1,5 @@
 """``ShardSpec``: this rank's elements of a parameter, and the ranks that store other elements."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
@@ -41,7 +39,7 @@ class ParamOwner:
         The operation ran outside of forward. Called before the operation's gradient is averaged.
         """
 
-    def bring_back(self, spec: ShardSpec) -> bool:
+    def bring_back(self, spec: "ShardSpec") -> bool:
         """Unshard a parameter's unit again for a read in backward. Returns False if impossible."""
         return False
 
@@ -55,11 +53,11 @@ class NeedsFullTensor(RuntimeError):
     If possible, flatshard catches the error and runs the operation with full tensors.
     """
 
-    def __init__(self, message: str, spec: ShardSpec | None = None) -> None:
+    def __init__(self, message: str, spec: "ShardSpec | None" = None) -> None:
         super().__init__(message)
         self.spec = spec  # None on ranks that raise the error of another rank
 
-    def __reduce__(self) -> tuple[type[NeedsFullTensor], tuple[str]]:
+    def __reduce__(self) -> tuple[type["NeedsFullTensor"], tuple[str]]:
         # Pickle only the message, because the spec refers to process groups.
         return NeedsFullTensor, (str(self),)
 
@@ -164,7 +162,7 @@ class ShardSpec:
         """Return an uninitialised plain tensor with the parameter's full shape and strides."""
         return like.new_empty_strided(self.shape, self.strides)
 
-    def detached(self, _: object = None) -> ShardSpec:
+    def detached(self, _: object = None) -> "ShardSpec":
         """Return a copy of this spec that refers to no model, for a copy of the parameter."""
         return replace(self, _owner=lambda: None, _original=lambda: None)
 

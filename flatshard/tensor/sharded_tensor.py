@@ -10,8 +10,6 @@ rank copies only its own range. Every other operation raises an error that names
 During forward and backward, modules contain plain parameters instead.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib
 import math
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from dataclasses import dataclass
 from functools import cached_property, partialmethod
 from operator import add, attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +32,6 @@ from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import NOBODY, NeedsFullTensor, ShardSpec
 from flatshard.units.layout import Box, boxes_of
 from flatshard.units.module_proxy import callers, refuse_foreign_wrapper
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -123,7 +116,7 @@ class Origin:
     written: str = ""
     # Earlier results of `p.data` that the program still has, keyed by id. They share the memory of
     # `p`, but a later assignment to `p.data` must not change their values.
-    aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
+    aliases: "weakref.WeakValueDictionary[int, FlatShardTensor] | None" = None
 
     @property
     def may_change(self) -> bool:
@@ -187,10 +180,8 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 def copied_attributes(tensor: Tensor) -> dict[str, Any]:
     """Return ``attributes_of(tensor)`` for a copy of the parameter: tensors are cloned."""
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in attributes_of(tensor).items()
-    }
+    found = attributes_of(tensor).items()
+    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in found}
 
 
 def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
@@ -349,7 +340,7 @@ class FlatShardTensor(torch.Tensor):
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
+    def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> "FlatShardTensor":
         origin = Origin(Source.PARAMETERS, is_fixed=True)
         self = cls(flat[spec.range], spec, role="parameter", flat=flat, origin=origin)
         self._is_param = self.is_unit_parameter = True
@@ -476,7 +467,7 @@ class FlatShardTensor(torch.Tensor):
         # tied parameters would treat all parameters without elements on this rank as tied.
         return self.local.data_ptr() or id(self.spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatShardTensor":
         if id(self) not in memo:
             spec, local = self.spec.detached(), self.local.detach()
             target = spec.state_target
@@ -531,7 +522,7 @@ class FlatShardTensor(torch.Tensor):
     # Each rank lists the boxes (rectangular blocks) of the full tensor that its range consists of.
     # DCP gets the boxes as views of the range, so that loading writes in place.
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         # Import these modules only here, because the import is slow.
         from torch.distributed.checkpoint import metadata, planner
 
@@ -542,24 +533,22 @@ class FlatShardTensor(torch.Tensor):
         data = metadata.TensorProperties(dtype=self.local.dtype)
         index, kind = metadata.MetadataIndex, planner.WriteItemType.SHARD
         parts = [planner.TensorWriteData(chunk, data, self.shape) for chunk in chunks]
-        return [
-            planner.WriteItem(index(fqn, one.chunk.offsets), kind, tensor_data=one) for one in parts
-        ]
+        return [planner.WriteItem(index(fqn, p.chunk.offsets), kind, tensor_data=p) for p in parts]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[Any]:
         # After a load, the next unshard must all-gather again, on all ranks. A changed version
         # counter causes this. But on a rank without elements, the load writes nothing, so increase
         # the counter here: DCP calls this method on all ranks before it loads.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
-    def _chunks(self) -> list[ChunkStorageMetadata]:
+    def _chunks(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         size = torch.Size
         return [ChunkStorageMetadata(size(b.offsets), size(b.sizes)) for b in self._boxes()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
         box = next(box for box in self._boxes() if box.offsets == tuple(index.offset or ()))
         part = self.local.detach()[box.position : box.position + box.numel]
         # The dimensions may have another order in memory (channels_last, for example).

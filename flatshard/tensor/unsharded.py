@@ -11,8 +11,6 @@ torch raise when an operation reads the memory, in C++ too. If the installed tor
 the read crashes the process, and ``python -X faulthandler`` prints the line.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -34,11 +32,9 @@ _PROPERTIES = """_backward_hooks _version device dtype grad grad_fn is_cpu is_cu
     is_sparse itemsize layout nbytes ndim requires_grad shape""".split()
 
 # Methods and attributes of a tensor that read no elements. A `FreedParameter` allows them.
-_WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
-    method
-    for name in _PROPERTIES
-    for method in (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__)
-}
+_WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS}
+_found = (getattr(Tensor, name) for name in _PROPERTIES)
+_WITHOUT_VALUES |= {method for one in _found for method in (one.__get__, one.__set__)}
 
 
 class FreedParameter(nn.Parameter):

@@ -4,8 +4,6 @@ One exchange (an all-to-all of bytes) moves any number of tensors. From the layo
 which elements the other ranks hold.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

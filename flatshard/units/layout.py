@@ -19,14 +19,12 @@ range of a parameter's elements into boxes:
                                        3 3 .     box 3: offsets (3, 0), sizes (1, 2)
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -116,7 +114,7 @@ class FlatLayout:
     shard_numel: int  # elements per rank, padding included
 
     @classmethod
-    def build(cls, params: Mapping[str, Tensor], *, world_size: int, itemsize: int) -> FlatLayout:
+    def build(cls, params: Mapping[str, Tensor], *, world_size: int, itemsize: int) -> Self:
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
         end = 0
@@ -165,10 +163,8 @@ class FlatLayout:
         """Return (rank, slice) for each part of parameter ``index``. ``ranks[i]`` has shard i."""
         start, end, numel = self.spans[index].start, self.spans[index].end, self.shard_numel
         shards = range(start // numel, -(-end // numel)) if start < end else ()
-        return [
-            (ranks[i], slice(max(i * numel - start, 0), min((i + 1) * numel, end) - start))
-            for i in shards
-        ]
+        begins = ((i, i * numel - start) for i in shards)
+        return [(ranks[i], slice(max(b, 0), min(b + numel, end - start))) for i, b in begins]
 
 
 def round_up(value: int, multiple: int) -> int:

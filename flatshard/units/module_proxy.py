@@ -1,7 +1,5 @@
 """``ModuleProxy``: a module around another module, which behaves like the inner module."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

@@ -11,8 +11,6 @@ never units:
 - Modules inserted by ``torch.nn.utils.parametrize``, which run when code reads an attribute.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,13 +57,11 @@ class Ignored:
     def ids(self) -> set[int]:
         return {id(tensor) for tensor in self.tensors()}
 
-    def within(self, modules: Iterable[nn.Module]) -> Ignored:
+    def within(self, modules: Iterable[nn.Module]) -> "Ignored":
         """Return the ignored modules and tensors inside of ``modules``, without names."""
         inside = {inner for module in modules for inner in module.modules()}
-        return Ignored(
-            self.modules & inside,
-            frozenset((inner, attribute) for inner, attribute in self.places if inner in inside),
-        )
+        places = frozenset(place for place in self.places if place[0] in inside)
+        return Ignored(self.modules & inside, places)
 
 
 NOTHING = Ignored()
@@ -103,12 +99,8 @@ class ModuleTree:
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the children that may be units or contain units, with their attribute names."""
-        return [
-            (name, child)
-            for name, child in module.named_children()
-            if child not in self._closed
-            and any(param not in self.ignored_params for param in child.parameters())
-        ]
+        children = (pair for pair in module.named_children() if pair[1] not in self._closed)
+        return [(name, child) for name, child in children if self.params(child)]
 
     def params(self, module: nn.Module) -> set[nn.Parameter]:
         return set(module.parameters()) - self.ignored_params

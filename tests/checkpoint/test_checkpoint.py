@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.checkpoint import dcp_files
-from flatshard.checkpoint.saving import Save
+from flatshard.checkpoint.save_load import Save
 from flatshard.checkpoint.training import Training
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy

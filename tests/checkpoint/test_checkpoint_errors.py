@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from flatshard import CollectiveError, ShardedWrapper, checkpoint
-from flatshard.checkpoint import dcp_files, folder, saving, training
+from flatshard.checkpoint import dcp_files, folder, save_load, training
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.model_shards import ModelShards
 from flatshard.extras.whole_tensors import WholeTensorAdapter
@@ -330,7 +330,7 @@ def _different_state(rank: int, _: int, path: Path) -> None:
         with pytest.raises(ValueError, match=expected):
             checkpoint.save(path / "one", model, optimizer, async_=async_)
     unchecked = mock.patch.object(WholeTensorAdapter, "_check_same_state")
-    with mock.patch.object(saving, "check_same_state"), unchecked:
+    with mock.patch.object(save_load, "check_same_state"), unchecked:
         with pytest.raises(ValueError, match=r"did not save all values of .*1\.weight\.momentum"):
             checkpoint.save(path / "two", model, optimizer)
         assert checkpoint.latest(path) is None
@@ -410,14 +410,14 @@ def test_an_error_nobody_awaits_is_raised_at_exit(
 
 @on_ranks(2, fresh=True)
 def test_a_group_that_is_destroyed_early(rank: int, world_size: int, tmp_path: Path) -> None:
-    write = saving.Save._write_files
+    write = save_load.Save._write_files
 
     def late(*given: Any) -> Any:
         while dist.is_initialized():
             time.sleep(0.01)
         return write(*given)
 
-    saving.Save._write_files = late  # type: ignore[method-assign]
+    save_load.Save._write_files = late  # type: ignore[method-assign]
     save = checkpoint.save(tmp_path / "one", ShardedWrapper(_model()), async_=True)
     dist.destroy_process_group()
     assert_raises(RuntimeError, r"group was destroyed before .* Call wait\(\) on the", save.wait)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, checkpoint
-from flatshard.checkpoint import saving
+from flatshard.checkpoint import save_load
 from flatshard.optimizer import state_dicts
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
@@ -83,8 +83,8 @@ def test_numbers_of_numpy(rank: int, world_size: int, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "new", model, optimizer, extra=extra)
     with (  # as early releases saved them
         mock.patch.object(state_dicts, "python_number", lambda value: value),
-        mock.patch.object(saving, "python_number", lambda value: value),
-        mock.patch.object(saving, "_check_loads"),
+        mock.patch.object(save_load, "python_number", lambda value: value),
+        mock.patch.object(save_load, "_check_loads"),
     ):
         checkpoint.save(tmp_path / "old", model, optimizer, extra=extra)
     full = ShardedWrapper.optim_state_dict(model, optimizer)

@@ -3,8 +3,6 @@
 Without this folder, there are no such warnings.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from flatshard.module.model_plan import ModelPlan

@@ -7,8 +7,6 @@ unit. If a module does not become a unit, the parameters of the module count as 
 enclosing module. In the end, parameters outside of all units belong to the root.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -124,10 +122,8 @@ class AutoUnits:
             # cost a second all-gather.
             self._held.clear()
             return
-        outermost = {
-            next((module for module in containers if module in self._held), None)
-            for containers in self._containers.values()
-        }
+        held = ((m for m in some if m in self._held) for some in self._containers.values())
+        outermost = {next(modules, None) for modules in held}
         # Do not dissolve blocks. The root stays unsharded throughout a step, and the memory of a
         # block in the root costs more than a separate small all-gather. Dissolve the smallest
         # modules first. The sort is stable: modules of equal size stay in the order of the model.

@@ -7,8 +7,6 @@ bytes per rank. Then each rank multiplies the reduced gradients, which are avera
 the number of ranks divided by the sum of the counts.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from typing import Any

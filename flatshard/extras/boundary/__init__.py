@@ -14,8 +14,6 @@ The result depends only on shapes, memory orders, alignment and world size, so a
 same result without communication.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -27,6 +25,7 @@ from flatshard.units.module_tree import unit_text
 # Where the end of a shard may cut a parameter: "element" (anywhere), "row" (between rows), "tensor"
 # (nowhere), or a number of elements (at multiples of the number).
 Boundary = str | int
+Spans = Sequence[ParamSpan]
 
 _CHOICES = "element", "row", "tensor"
 
@@ -96,19 +95,15 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
             if in_order is not None:
                 starts, shard_numel = in_order, tried
                 break
-    moved = [
-        replace(span, start=start, end=start + span.numel)
-        for span, start in zip(spans, starts, strict=True)
-    ]
+    pairs = zip(spans, starts, strict=True)
+    moved = [replace(span, start=start, end=start + span.numel) for span, start in pairs]
     # Sort by start, then by end. Then an empty parameter comes before a parameter with elements
     # that begins at the same position.
     moved.sort(key=lambda span: (span.start, span.end))
     return FlatLayout(tuple(moved), world_size, shard_numel)
 
 
-def _in_bins(
-    spans: Sequence[ParamSpan], world_size: int, align: int
-) -> tuple[list[tuple[int, int]], int]:
+def _in_bins(spans: Spans, world_size: int, align: int) -> tuple[list[tuple[int, int]], int]:
     """Put each parameter, largest first, on the rank that has the fewest elements so far.
 
     Returns each parameter's rank and position in the shard, and the length of the longest shard.
@@ -124,9 +119,7 @@ def _in_bins(
     return places, max(loads)
 
 
-def _multiples(
-    spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
-) -> list[int]:
+def _multiples(spans: Spans, blocks: Sequence[int], lower: int, align: int) -> list[int]:
     """Return numbers of elements. ``move`` tries multiples of each number as shard lengths."""
     # If two shard ends cut a parameter, the shard length must be a multiple of the block size.
     found = [align]
@@ -138,7 +131,7 @@ def _multiples(
 
 
 def _in_order(
-    spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
+    spans: Spans, blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
     """Return the parameters' starts, one after another, or None if ``shard_numel`` is too small."""
     starts, end = list[int](), 0

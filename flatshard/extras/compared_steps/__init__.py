@@ -7,8 +7,6 @@ records. If the digests differ, the ranks exchange the records, and all raise.
 Without this folder, ranks with different options train without an error.
 """
 
-from __future__ import annotations
-
 import operator
 import weakref
 from collections import deque
@@ -92,12 +90,9 @@ class ComparedSteps:
     def _names(self) -> dict[int, str]:
         """Names of the parameters that all ranks train, keyed by the parameter's id."""
         with suppress(ReferenceError):  # the model was freed, or became a part of a larger model
-            return {
-                id(param.sharded): param.name
-                for handle in self._state.handles
-                if handle.topology.world.size == self._state.world.size
-                for param in handle.params
-            }
+            size = self._state.world.size
+            handles = (one for one in self._state.handles if one.topology.world.size == size)
+            return {id(param.sharded): param.name for one in handles for param in one.params}
         return {}
 
     def facts_of(self, optimizer: Optimizer, names: list[str]) -> Facts:

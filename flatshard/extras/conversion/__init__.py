@@ -3,8 +3,6 @@
 Without this folder, both raise ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import weakref

@@ -10,8 +10,6 @@ once (logger ``flatshard``, level WARNING), with the line of the program and the
 no wait. The thread ends a wait only if the wait would certainly never end (see ``detector.py``).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging
@@ -134,13 +132,9 @@ class Watchdog(CollectiveWatch):
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
         # Leave out autograd's threads (one per accelerator, not started by Python): while they run,
         # the thread that called `backward()` waits, and begins no collectives.
-        ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
-        self._users = {one.ident or 0 for one in ours} & stacks.keys()
-        self._waits = {
-            wait: self._waits.get(wait) or _blocked(wait, thread)
-            for thread, waits in stacks.items()
-            for wait in waits
-        }
+        self._users = program.python_threads() & stacks.keys()
+        found = ((thread, wait) for thread, waits in stacks.items() for wait in waits)
+        self._waits = {one: self._waits.get(one) or _blocked(one, thread) for thread, one in found}
         now = time.monotonic()
         for wait in (self._waits[waits[-1]] for waits in stacks.values() if waits):
             is_meeting = wait.describe().startswith("ShardedWrapper")

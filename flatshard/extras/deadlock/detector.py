@@ -20,8 +20,6 @@ that finds a deadlock publishes a finding under the name of each process group c
 waiting ranks read it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -33,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -105,7 +103,7 @@ class _Report(NamedTuple):
         return (for_all or rank in need.ranks) and _missing(need, begun) > 0
 
     @classmethod
-    def from_json(cls, text: bytes) -> _Report:
+    def from_json(cls, text: bytes) -> Self:
         # Use JSON: unpickling would run the code of anybody who can write to the store.
         wait, now, words, need, begun = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun)
@@ -138,11 +136,11 @@ class Deadlock:
                 self._pause, self._next = LOOK_SECONDS / 2, wait.began + FIRST_LOOK_SECONDS
         now = time.monotonic()
         if wait is None:
-            self._compare(now)
+            _compare(now)
         if wait is None or wait.need is UNKNOWN or wait.is_given_up or now < self._next:
             return
         if wait.verdict is not None:
-            self._give_up(wait)
+            _give_up(wait)
             return
         # Set the time of the next check before using the store. If the store raises an error, an
         # immediate next check would probably fail again.
@@ -159,13 +157,13 @@ class Deadlock:
             # Publish the finding before this rank leaves the collective: when it leaves, the other
             # ranks fail, and need the reason.
             finding = _tell(self._store, finding, mine.begun)
-            self._note(wait, finding)
+            _note(wait, finding)
             # A launcher kills all ranks after the first error. But in a collective of the program,
             # a rank gets an error without the reason. Give such ranks time to log the reason.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
-                self._give_up(wait)
+                _give_up(wait)
             return
         # While the waits are the same, keep the first reports: the proof compares two reports.
         waits, before = ({r: one.wait for r, one in x.items()} for x in (stuck, self._before))
@@ -173,47 +171,6 @@ class Deadlock:
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
         self._next = now + self._pause
-
-    @staticmethod
-    def _note(wait: BlockedWait, finding: _Finding) -> None:
-        wait.verdict = finding.text
-        # Log the reason, which the backend's error for a collective of the program lacks.
-        if wait.need.kind == PROGRAM:
-            _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
-
-    @staticmethod
-    def _give_up(wait: BlockedWait) -> None:
-        wait.is_given_up, wait.verdict = True, gpu.with_trace(wait.verdict or "")
-        if wait.need.kind == ON_GPU:
-            gpu.end_waits(wait.thread, f"{wait.text()} failed: {wait.verdict}", wait.began)
-        elif wait.need.abort is not None:
-            wait.need.abort()
-        gpu.abort()
-
-    @staticmethod
-    def _compare(now: float) -> None:
-        """Compare which collectives the ranks have begun, if no backward has done so recently.
-
-        Needed for evaluation, where ranks in different collectives might compute with wrong values
-        without a deadlock. If ranks differ, logs an error and sets ``make_error``.
-        """
-        for history in known_histories():
-            if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
-                continue
-            history.unchecked_since = 0.0
-            kind = history.described
-            store, begun = _own_store(), history.begun[kind]
-            need = WaitCondition(history.name, kind, begun, history.others)
-            _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
-            reason = _told(store, need) or _reason(need, _reports_for(need, store))
-            if reason is not None:
-                problem = _tell(store, reason, _all_begun()).text
-                _logger.error("%s", problem)
-                # `make_error` makes the next collective raise. But the main thread may wait forever
-                # for the GPU before this collective, so let the thread raise now. Set `make_error`
-                # afterwards: otherwise the main thread could raise twice.
-                gpu.end_waits(threading.main_thread().ident or 0, gpu.with_trace(problem), now)
-                history.make_error = partial(gpu.own_error, problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Return the ranks for which this rank waits, and which report no wait."""
@@ -236,7 +193,7 @@ class Deadlock:
             # If a collective of the user's program fails, its error lacks the reason. If another
             # rank has published the reason in the meantime, log the reason.
             if is_open and (finding := _told(self._store, wait.need)):
-                self._note(wait, finding)
+                _note(wait, finding)
 
     def _publish(self, wait: BlockedWait) -> _Report:
         begun = _everything_begun(wait.thread)
@@ -274,6 +231,47 @@ class Deadlock:
             return None
         needs = [report.need for report in stuck.values()]
         return _Finding(_in_words(stuck), [[n.group, str(n.kind), n.number] for n in needs])
+
+
+def _note(wait: BlockedWait, finding: _Finding) -> None:
+    wait.verdict = finding.text
+    # Log the reason, which the backend's error for a collective of the program lacks.
+    if wait.need.kind == PROGRAM:
+        _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
+
+
+def _give_up(wait: BlockedWait) -> None:
+    wait.is_given_up, wait.verdict = True, gpu.with_trace(wait.verdict or "")
+    if wait.need.kind == ON_GPU:
+        gpu.end_waits(wait.thread, f"{wait.text()} failed: {wait.verdict}", wait.began)
+    elif wait.need.abort is not None:
+        wait.need.abort()
+    gpu.abort()
+
+
+def _compare(now: float) -> None:
+    """Compare which collectives the ranks have begun, if no backward has done so recently.
+
+    Needed for evaluation, where ranks in different collectives might compute with wrong values
+    without a deadlock. If ranks differ, logs an error and sets ``make_error``.
+    """
+    for history in known_histories():
+        if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
+            continue
+        history.unchecked_since = 0.0
+        kind = history.described
+        store, begun = _own_store(), history.begun[kind]
+        need = WaitCondition(history.name, kind, begun, history.others)
+        _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
+        reason = _told(store, need) or _reason(need, _reports_for(need, store))
+        if reason is not None:
+            problem = _tell(store, reason, _all_begun()).text
+            _logger.error("%s", problem)
+            # `make_error` makes the next collective raise. But the main thread may wait forever
+            # for the GPU before this collective, so let the thread raise now. Set `make_error`
+            # afterwards: otherwise the main thread could raise twice.
+            gpu.end_waits(threading.main_thread().ident or 0, gpu.with_trace(problem), now)
+            history.make_error = partial(gpu.own_error, problem)
 
 
 def explain(wait: BlockedWait) -> str | None:
@@ -417,10 +415,9 @@ def _in_words(stuck: _Reports) -> str:
         ranks_in[stuck[rank].text].append(str(rank))
     waits = (f"rank {', '.join(ranks)} in [{text}]" for text, ranks in ranks_in.items())
     return (
-        "the ranks wait for one another in different collectives, forever: "
-        f"{'; '.join(waits)}. {REMEDY} To "
-        "save, call state_dict() on every rank and torch.save() only on rank 0, or call "
-        "flatshard.checkpoint.save() on every rank. [FS-DEADLOCK]"
+        f"the ranks wait for one another in different collectives, forever: {'; '.join(waits)}. "
+        f"{REMEDY} To save, call state_dict() on every rank and torch.save() only on rank 0, or "
+        "call flatshard.checkpoint.save() on every rank. [FS-DEADLOCK]"
     )
 
 

@@ -15,8 +15,6 @@ A thread is considered to wait for a collective on the GPU if for some seconds:
 The watchdog thread checks these conditions about once a second. A training step runs no extra code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dis
@@ -39,7 +37,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from flatshard.comm.work import CollectiveError, WaitCondition
-from flatshard.extras.deadlock.program import BlockedWait, others
+from flatshard.extras.deadlock.program import BlockedWait, others, python_threads
 
 ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
 
@@ -72,11 +70,15 @@ _to_raise: dict[int, str] = {}
 _raising = threading.Lock()
 
 
+# Where a thread waits: the thread's id, the frame's id, and the offset of the instruction.
+Place = tuple[int, int, int]
+
+
 class GpuWaits:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # result of `begun` at the last call of `look`
         # Result of `_place_of` at the last call of `look`, and when `look` first found this place.
-        self._place: tuple[int, int, int] | None = None
+        self._place: Place | None = None
         self._since = 0.0
         self._found: BlockedWait | None = None
 
@@ -102,10 +104,8 @@ class GpuWaits:
 
 def begun() -> dict[str, int]:
     """Return how many NCCL collectives this rank has begun, keyed by the process group's name."""
-    return {
-        group.group_name: int(backend._get_sequence_number_for_group())
-        for group, backend in _backends().items()
-    }
+    backends = _backends().items()
+    return {group.group_name: int(one._get_sequence_number_for_group()) for group, one in backends}
 
 
 def end_waits(thread: int, text: str, since: float) -> None:
@@ -155,7 +155,7 @@ def _cancel_error(thread: int) -> None:
 
 
 class _Cancelled(BaseException):
-    pass
+    """Replaces an error that is cancelled."""
 
 
 def own_error(text: str) -> CollectiveError:
@@ -209,12 +209,8 @@ def abort() -> None:
     _aborted.update(groups)
     # An abort waits until the group's kernels have ended, and a kernel may be queued behind a
     # kernel of another group. So abort all groups at the same time, each in its own thread.
-    threads = [
-        threading.Thread(
-            target=_abort, args=(backends[group],), name="flatshard-abort", daemon=True
-        )
-        for group in groups
-    ]
+    thread_of = partial(threading.Thread, target=_abort, name="flatshard-abort", daemon=True)
+    threads = [thread_of(args=[backends[group]]) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -282,9 +278,7 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
     return {}
 
 
-def _wait_at(
-    place: tuple[int, int, int], since: float, gathers: Set[Hashable]
-) -> BlockedWait | None:
+def _wait_at(place: Place, since: float, gathers: Set[Hashable]) -> BlockedWait | None:
     """Return a wait for the oldest incomplete NCCL collective of any group, or None."""
     thread, _, instruction = place
     for group, number in _incomplete().items():
@@ -297,15 +291,12 @@ def _wait_at(
     return None
 
 
-def _place_of(thread: int) -> tuple[int, int, int] | None:
+def _place_of(thread: int) -> Place | None:
     """Return where ``thread``, or a thread of autograd, may wait for the GPU; otherwise None.
 
-    Returns the thread's identifier, the id of the frame, and the offset of the instruction (or
-    ``_IN_POLLS``). Autograd's threads, which run hooks, are the threads not started by Python.
+    Autograd's threads, which run hooks, are the threads not started by Python.
     """
-    of_python = {
-        one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)
-    }
+    of_python = python_threads()
     # Do not keep a frame while the slow `_can_wait` runs: a frame keeps the function's variables
     # alive, for example a view of a parameter that is about to be resharded. The dict in each entry
     # maps the code of each function in the stack to the id of its frame.

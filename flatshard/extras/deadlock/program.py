@@ -14,8 +14,6 @@ that the rank has begun. This is an upper bound, so deadlock detection may miss 
 never ends a wait wrongly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -195,6 +193,12 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
         if other in began or not harmless or any(map(is_program, paths)):
             return False
     return True
+
+
+def python_threads() -> set[int]:
+    """Return the ids of the threads that Python has started, so not of autograd's threads."""
+    threads = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
+    return {one.ident or 0 for one in threads}
 
 
 def _is_in_backward(frame: FrameType) -> bool:

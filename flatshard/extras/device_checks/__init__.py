@@ -11,8 +11,6 @@ Used by default if this folder is installed. Without this folder, such writes on
 lost without an error, and in evaluation, a rank may compute with the parameters of another unit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

@@ -18,8 +18,6 @@ megabytes at a time. After each of these parts, ``DiskSteps`` moves new state to
 the part's memory pages. The optimizer's own step then steps only the remaining parameters.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -31,7 +29,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.consistency import raise_everywhere
@@ -56,7 +54,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _THRESHOLD = -1, -3, 128 << 10
 _mapped: dict[int, int] = {}
 # Maps each parameter that is not sharded to the disk that holds the parameter's optimizer state.
 # For a sharded parameter (``FlatShardTensor``), this disk is ``spec.state_target``.
-_state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
+_state_disks: MutableMapping[Tensor, "DiskMemory"] = WeakIdKeyDictionary()
 
 
 class DiskMemory(OffloadTarget):
@@ -241,14 +239,14 @@ _PART_BYTES = 8 << 20
 class DiskSteps(adapter.OptimizerExtension):
     """Steps parameters with state on a disk, see [Note: optimizer steps a part at a time]."""
 
-    def step_first(self, optimizer: torch.optim.Optimizer) -> Iterable[int]:
+    def step_first(self, optimizer: Optimizer) -> Iterable[int]:
         parts = _plan_parts(optimizer)
         for part in parts:
             DiskMemory.page_in(*_tensors(optimizer, part["params"]))
             step_parts(optimizer, [part])
         return {id(param) for part in parts for param in part["params"]}
 
-    def after_part(self, optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
+    def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
         """Move new state of the stepped ``params`` to the disk, and release their memory pages."""
         for param in params:
             storage = state_disk(param)
@@ -257,17 +255,17 @@ class DiskSteps(adapter.OptimizerExtension):
                 storage.take_state(optimizer.state.get(param, {}), param.shape)
         DiskMemory.page_out(*_tensors(optimizer, params))
 
-    def before_backward(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_backward(self, optimizer: Optimizer) -> None:
         _reserve(optimizer, before_backward=True)
 
 
 @untraced
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         _steps.after_part(optimizer, group["params"])
 
 
-def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _plan_parts(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Divide the parameters with a gradient and with state on a disk into parts to step.
 
     Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``).
@@ -289,7 +287,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return parts if parts and _reserve(optimizer) else []
 
 
-def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(optimizer: Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
     """For each of ``params`` with state on a disk, yield the parameter, state and gradient."""
     for param in params:
         if state_disk(param) is not None:
@@ -299,7 +297,7 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
             yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
 
-def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
+def _reserve(optimizer: Optimizer, *, before_backward: bool = False) -> bool:
     """Reserve disk space for new state; return whether ``optimizer`` may be stepped in parts.
 
     With ``before_backward``, the reservation includes parameters without a gradient. Raises
@@ -315,9 +313,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]
-        stepped = [
-            one for one in kept if (one.requires_grad if before_backward else one.grad is not None)
-        ]
+        stepped = [p for p in kept if (p.requires_grad if before_backward else p.grad is not None)]
         new = [param for param in stepped if param not in optimizer.state]
         per_element = _bytes_per_element(optimizer, group, new[0]) if new else 0
         if per_element is None:
@@ -330,7 +326,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     return True
 
 
-def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: int) -> int:
+def _bytes_to_come(optimizer: Optimizer, param: Any, per_element: int) -> int:
     """Return how many bytes of disk space a parameter's state still needs."""
     if param not in optimizer.state:
         return round_up(local_range(param).numel() * per_element, mmap.PAGESIZE)
@@ -340,9 +336,7 @@ def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: in
     return sum(round_up(value.nbytes, mmap.PAGESIZE) for value in loaded if not is_on_disk(value))
 
 
-def _bytes_per_element(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
-) -> int | None:
+def _bytes_per_element(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> int | None:
     """Return how many bytes of state ``optimizer`` keeps per element of a parameter like ``param``.
 
     Returns None if a step changes options of the parameter group (a step count, for example),
@@ -358,11 +352,8 @@ def _bytes_per_element(
         state = optimizer.state.pop(probe, {})
     if changed is not None:
         return None
-    return sum(
-        value.element_size()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.shape == probe.shape
-    )
+    kept = (v for v in state.values() if isinstance(v, Tensor) and v.shape == probe.shape)
+    return sum(value.element_size() for value in kept)
 
 
 # This module is imported when the first model with `CPUOffload(path=...)` is wrapped.

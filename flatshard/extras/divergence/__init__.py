@@ -8,8 +8,6 @@ each divergent unit that has gradients on any rank.
 Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence, Set
 from typing import TypeAlias
 

@@ -10,11 +10,9 @@ take the same action with gradients of zero. As long as all ranks have input, th
 only forwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,16 +43,14 @@ class Doing(NamedTuple):
 
 
 @contextlib.contextmanager
-def joining(
-    root: Any, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
-) -> Iterator[None]:
+def joining(root: Any, optimizers: Any, by_initial_size: bool, throws: bool) -> Iterator[None]:
     """Implement ``ShardedWrapper.join``. Collective: all ranks, at entry and at exit."""
     unit = unit_of(root)
-    context = unit.context.check_between_steps("join()")
+    state = unit.context.check_between_steps("join()")
     _check(unit)
     join = Join(root, [*optimizers, *adapter.stepped_optimizers()], by_initial_size, throws)
-    context.extend(join)
-    histories = [group.history for group in context.gather_groups]
+    state.extend(join)
+    histories = [group.history for group in state.gather_groups]
     try:
         with (
             torch_optimizer.register_optimizer_step_pre_hook(join.before_step),
@@ -64,18 +60,15 @@ def joining(
             temporarily(histories, announces=False),
             # At the end, restore these settings of the model, which `Join` changes.
             temporarily(
-                [context],
-                lacks_ranks=False,
-                syncs=context.syncs,
-                under_no_sync=context.under_no_sync,
+                [state], lacks_ranks=False, syncs=state.syncs, under_no_sync=state.under_no_sync
             ),
-            temporarily([handle.grads for handle in context.handles], scale=1.0),
-            temporarily(filter(None, [context.buffers]), source=0),
+            temporarily([handle.grads for handle in state.handles], scale=1.0),
+            temporarily(filter(None, [state.buffers]), source=0),
         ):
             yield
             join.follow()
     finally:
-        context.drop(join)
+        state.drop(join)
 
 
 def _check(root: Unit) -> None:
@@ -104,9 +97,7 @@ class Join(StepExtension):
 
     name = "join"
 
-    def __init__(
-        self, root: Any, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
-    ) -> None:
+    def __init__(self, root: Any, optimizers: Any, by_initial_size: bool, throws: bool) -> None:
         self._root, self._state, self._throws = root, unit_of(root).context, throws
         self._by_initial_size = by_initial_size
         self._comm = self._state.world.side_group

@@ -16,8 +16,6 @@ initialisation, the initialiser forgot the tensor. If a tensor still has the pat
 forward, ``leave_empty`` left it empty, and ``load_state_dict`` did not load it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -152,7 +150,7 @@ class _Slot:
     # If several attributes have the same tensor (a tied parameter): the first slot of the tensor,
     # or None for the first slot itself. All slots are initialised, so that later tensors get the
     # same random numbers as in the model's constructor, but only the first slot's values are kept.
-    first: _Slot | None
+    first: "_Slot | None"
 
     @property
     def holder(self) -> dict[str, Any]:
@@ -329,11 +327,8 @@ class MetaInit:
                         self._fill_unsaved(module)
                 for slot in slots:
                     self._check_made(slot)
-                return {
-                    slot.name: None if slot.tensor.is_meta else slot.tensor.detach()
-                    for slot in slots
-                    if slot.first is None
-                }
+                made = ((slot.name, slot.tensor) for slot in slots if slot.first is None)
+                return {name: None if one.is_meta else one.detach() for name, one in made}
             finally:
                 for handle in _handles_of(slots):
                     handle.put_back()
@@ -407,12 +402,8 @@ def _handles_of(slots: Iterable[_Slot]) -> set[FlatParamHandle]:
 
 def check_loaded(root: nn.Module, world: Communicator) -> None:
     """Raise, on every rank, if a tensor from ``leave_empty`` was not loaded. Collective."""
-    empty = [
-        param.name
-        for handle in handles_in(root)
-        for param in handle.params
-        if _is_patterned(handle.flat_param[param.spec.range])
-    ]
+    params = ((handle, param) for handle in handles_in(root) for param in handle.params)
+    empty = [p.name for handle, p in params if _is_patterned(handle.flat_param[p.spec.range])]
     empty += [name for name, buffer in root.named_buffers() if _is_patterned(buffer)]
     problem = None
     if empty:

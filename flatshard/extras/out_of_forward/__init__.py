@@ -17,8 +17,6 @@ user's write to the copy would not reach the parameter. So results that share me
 become ``GatheredView``s, which raise on writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -4,8 +4,6 @@ Without this folder, ``MixedPrecision(overrides=...)`` raises MissingExtraError.
 ``MixedPrecision.module_classes_to_ignore`` does not need this extra.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 

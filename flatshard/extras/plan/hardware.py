@@ -4,8 +4,6 @@ The time of an operator follows the roofline model (Williams, Waterman and Patte
 duration is the time for the arithmetic or the time for the memory traffic, whichever is longer.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -63,7 +61,7 @@ class Device:
     @classmethod
     def of_data_sheet(
         cls, flops: float, memory_rate: float, memory_bytes: float, attention: float = _ATTENTION
-    ) -> Device:
+    ) -> "Device":
         """Estimate a GPU's sustained speeds from the peak speeds in the maker's data sheet.
 
         ``attention``: the part of the peak ``flops`` that attention kernels reach.

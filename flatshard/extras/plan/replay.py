@@ -7,19 +7,16 @@ state. ``Replay`` keeps two clocks: one clock for the device's computation, and 
 link. Collectives use the link one after another.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from flatshard.extras.plan.hardware import Machine
-from flatshard.extras.plan.models import Checkpointing, Step
 from flatshard.extras.plan.shards import FlatMemory, Held, plan_flats
-from flatshard.extras.plan.trace import Mark, Op, StepTrace, trace
+from flatshard.extras.plan.trace import Build, Checkpointing, Mark, Op, Step, StepTrace, trace
 
 # Gradients of at least this size are copied into the buffer immediately. Smaller gradients are
 # copied when the flat parameter has all gradients. ``engine.gradients`` has the same threshold.
@@ -396,7 +393,7 @@ class TracedModel:
 
     def __init__(
         self,
-        build: Callable[[], Any],
+        build: Build,
         step: Step,
         *,
         checkpoint: Checkpointing = "none",
@@ -414,9 +411,7 @@ class TracedModel:
         plan, flats = plan_flats(self._model, world_size=1, **keywords)
         self.trace = trace(plan, flats, step, on_gpu=on_gpu, checkpoint=checkpoint)
 
-    def replay(
-        self, machine: Machine, world_size: int, accumulate: int = 1, **keywords: Any
-    ) -> Outcome:
-        """Predict a step on ``world_size`` ranks. ``keywords``: more keywords of ``plan_flats``."""
-        _, flats = plan_flats(self._model, world_size=world_size, **self._keywords, **keywords)
+    def replay(self, machine: Machine, num_ranks: int, accumulate: int = 1, **more: Any) -> Outcome:
+        """Predict a step on ``num_ranks`` ranks. ``more``: more keywords of ``plan_flats``."""
+        _, flats = plan_flats(self._model, world_size=num_ranks, **self._keywords, **more)
         return Replay(self.trace, flats, machine, accumulate).run()

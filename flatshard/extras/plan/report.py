@@ -3,25 +3,28 @@
 The options of the command ``flatshard plan`` are the keywords of ``plan``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
+import pkgutil
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from flatshard.extras import tabulate
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
-from flatshard.extras.plan.models import Checkpointing, Step, language_step, read_spec
 from flatshard.extras.plan.replay import Outcome, TracedModel
-from flatshard.extras.plan.trace import CannotTraceError
+from flatshard.extras.plan.trace import Build, CannotTraceError, Checkpointing, Step
 from flatshard.options.precision import MixedPrecision
 from flatshard.units.policies import Policy
 
@@ -91,7 +94,7 @@ class Choice:
 class Target:
     """The model, the machine and the settings of a training run; ``plan`` explains the fields."""
 
-    build: Callable[[], Any]
+    build: Build
     step: Step | None = None
     ranks: int | str | Sequence[int] = 8
     per_node: int = 8
@@ -269,9 +272,7 @@ def counts(ranks: int | str | Sequence[int]) -> tuple[int, ...]:
         raise ValueError(f"ranks: expected numbers such as 8,64 or 8..64, got {ranks!r}") from None
 
 
-def plan(
-    spec: Callable[[], Any] | str, *, step: Step | None = None, **options: Any
-) -> TrainingPlan:
+def plan(spec: Build | str, *, step: Step | None = None, **options: Any) -> TrainingPlan:
     """Predict memory, communication and time of training a model, for each sharding strategy.
 
     One forward and backward of the model runs on fake tensors, which have no memory. The prediction
@@ -334,6 +335,68 @@ def plan(
     return replace(made, changes=target.changes()) if made.best is None else made
 
 
+# ------------------------------------------------------------ the model to plan for
+
+
+def language_step(batch: int, seq: int) -> Step:
+    """Return a ``step`` for language models, which computes the loss of ``(batch, seq)`` tokens."""
+
+    def step(model: nn.Module) -> Tensor:
+        tokens = torch.zeros(batch, seq, dtype=torch.long)
+        logits = model(tokens)
+        logits = getattr(logits, "logits", logits)
+        if not (isinstance(logits, Tensor) and logits.dim() == 3):
+            raise TypeError(
+                "plan: expected logits of shape (batch, length, vocabulary) from the model, got "
+                f"{getattr(logits, 'shape', type(logits).__name__)}. Give `plan` a `step` that "
+                "runs your forward and returns the loss."
+            )
+        flat = logits.flatten(0, 1).float()
+        del logits  # free the logits in the compute dtype: usual training loops free them here
+        return F.cross_entropy(flat, tokens.flatten())
+
+    return step
+
+
+def read_spec(spec: str) -> Build:
+    """Return the function that builds the model named by ``spec``.
+
+    ``spec`` is the path of a Hugging Face ``config.json``, or ``package.module:function``. The
+    function returns a model, or a tuple of a model and its step.
+    """
+    path = Path(spec, "config.json") if Path(spec).is_dir() else Path(spec)
+    if path.suffix == ".json":
+        return partial(_from_config, path)
+    try:
+        found = pkgutil.resolve_name(spec)
+        if not callable(found):
+            raise TypeError(f"{spec} is a {type(found).__name__}")
+        return found  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{spec!r} is neither a config.json nor a function such as package.module:build. The "
+            f"import failed: {error}"
+        ) from error
+
+
+def _from_config(path: Path) -> nn.Module:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path} needs transformers. Run: pip install transformers") from error
+    try:
+        # Turn off the cache of keys and values: when backward recomputes a forward, the cache would
+        # grow.
+        options = json.loads(path.read_text()) | {"use_cache": False}
+        config = transformers.AutoConfig.for_model(**options)
+        return transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}: transformers {transformers.__version__} cannot make a language model of this "
+            f"configuration. Pass package.module:function. {f'{error}'.partition(chr(10))[0]}"
+        ) from error
+
+
 # ------------------------------------------------------------ the command ``flatshard plan``
 
 
@@ -344,7 +407,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
     texts = {name: " ".join(text.replace("`", "").split()) for name, text in items}
     for one in dataclasses.fields(Target):
-        name, kind = one.name, int if one.type == "int" else str
+        name, kind = one.name, int if one.type is int else str
         if name in ("build", "step", "auto_wrap_policy"):
             continue  # no value of this field can be written on a command line
         more: Any = {"choices": _CHOICES[name]} if name in _CHOICES else {"type": kind}

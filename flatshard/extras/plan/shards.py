@@ -1,7 +1,5 @@
 """``plan_flats``: the memory of each flat parameter on one rank, from shapes only."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -6,17 +6,15 @@ autograd decides which tensors are saved for backward, and activation checkpoint
 tensors are computed again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +29,6 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from flatshard.engine.forward import call_first
-from flatshard.extras.plan.models import Checkpointing, Step
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.options.extras import extra
@@ -39,6 +36,10 @@ from flatshard.precision import UnitCasts, tensors_in
 from flatshard.units.module_tree import ModuleTree, unit_text
 
 _aten = torch.ops.aten
+
+Build = Callable[[], Any]  # returns a model, or a tuple of a model and its step
+Step = Callable[[nn.Module], Tensor]  # runs a forward, and returns the loss
+Checkpointing = Literal["none", "block", "selective"]
 
 # ---------------------------------------------------------------- what a trace contains
 
@@ -355,9 +356,7 @@ def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextlib.contextmanager
-def _emptied(
-    module: nn.Module, dtypes: Mapping[Any, torch.dtype]
-) -> Iterator[dict[Tensor, Tensor]]:
+def _emptied(module: nn.Module, dtypes: dict[Any, torch.dtype]) -> Iterator[dict[Tensor, Tensor]]:
     """Inside the context, replace the tensors of a module by tensors without values.
 
     At the end of the context, all attributes of the module get their old values back.

@@ -5,8 +5,6 @@ engine calls its methods during a step. Without this folder, ``flatshard.collect
 ``ShardedWrapper.record_steps()`` raise ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

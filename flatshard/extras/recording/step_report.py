@@ -1,7 +1,5 @@
 """``StepReport``: the time and memory of a rank in a step, as data and as a table."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

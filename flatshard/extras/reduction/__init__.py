@@ -9,13 +9,11 @@ per block of elements, as in ZeRO++ (arXiv 2306.10209): a large element reduces 
 of its block. Scales are powers of two, so values are rounded only once, by the quantisation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,9 +148,7 @@ class HookCalls(StepExtension):
         self._asks = bool(asks)
 
 
-def _plan(
-    units: Sequence[Unit], state: Any, hook: Any, world: Communicator
-) -> dict[Unit, CommHook]:
+def _plan(units: list[Unit], state: Any, hook: Any, world: Communicator) -> dict[Unit, CommHook]:
     """Return the ``CommHook`` of each unit. Raises if a unit cannot use the hook."""
     if not callable(hook):
         raise TypeError(
@@ -340,7 +336,5 @@ class Float8Shard:
 
     def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         first = self.num_blocks * torch.float32.itemsize
-        return (
-            packed[..., :first].view(torch.float32),
-            packed[..., first : first + self.numel].view(self.dtype),
-        )
+        scales, values = packed[..., :first], packed[..., first : first + self.numel]
+        return scales.view(torch.float32), values.view(self.dtype)

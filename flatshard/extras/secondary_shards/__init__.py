@@ -9,8 +9,6 @@ Two settings use secondary shards, so that most all-gathers need only nearby ran
   is all-gathered across nodes once after each optimizer step; other all-gathers stay in the node.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from flatshard.comm.transports import Gather

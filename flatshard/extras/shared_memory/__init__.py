@@ -17,8 +17,6 @@ The mapping is private, so if a module writes to unsharded parameters, the shard
 the file of a shard cannot be created or mapped, the shard is copied into the buffers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -66,7 +64,7 @@ class SharedMemoryTransport(transports.Transport):
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
     @classmethod
-    def connect(cls, members: Members) -> SharedMemoryTransport | str:
+    def connect(cls, members: Members) -> "SharedMemoryTransport | str":
         if not members.is_gloo:
             return ""
         # This transport cannot round to a `wire_dtype`; `collectives=` asks for another transport.
@@ -74,9 +72,7 @@ class SharedMemoryTransport(transports.Transport):
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
         timeout = timeout_of(members.gather_group) or timedelta(minutes=30)
-        processes, reason = peer_memory.meet(
-            mailbox, members.host, members.ranks, timeout.total_seconds()
-        )
+        processes, reason = peer_memory.meet(mailbox, members.host, timeout.total_seconds())
         return cls(members, processes, mailbox, reason) if processes else reason
 
     def forget(self, tag: int) -> None:
@@ -181,10 +177,11 @@ class SharedMemoryTransport(transports.Transport):
         # Count the collective before other ranks see its record: deadlock detection compares how
         # many collectives each rank has begun.
         need = history.begin(members.gather_group, ("offer", tag))
-        number, need = need.number, need._replace(abort=lambda: _give_up(records.values()))
+        number, need = need.number, need._replace(abort=lambda: _give_up(offers))
         sends_need = need._replace(kind=("take", tag), abort=lambda: _give_up(taken))
         others = {peer: self.processes[peer] for peer in members.peers}
         records = {peer: Awaited(other, tag, OFFER, number) for peer, other in others.items()}
+        offers, ranks = [*records.values()], [members.ranks[peer] for peer in members.peers]
         taken = [Awaited(other, tag, TAKE, number) for other in others.values()]
         self._published[tag] = taken, sends_need
         if file >= 0:
@@ -196,20 +193,15 @@ class SharedMemoryTransport(transports.Transport):
             self._mailbox.publish(tag, TAKE, number)
 
         work = AsyncWork(
-            list(records.values()),
-            op_name,
-            kept,
-            peers=[members.ranks[peer] for peer in members.peers],
-            sends=taken,
-            condition=need,
-            sends_need=sends_need,
+            offers, op_name, kept, peers=ranks, sends=taken, condition=need, sends_need=sends_need
         )
         return work, records, take
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
+    """Make the threads that wait for records raise ``RuntimeError``."""
     for one in awaited:
-        one.give_up()
+        one.is_given_up = True
 
 
 class MappedShards(BufferMemory):
@@ -218,9 +210,7 @@ class MappedShards(BufferMemory):
     shard: Tensor
     shows_shards = True
 
-    def __init__(
-        self, transport: SharedMemoryTransport, nbytes: int, request: BufferRequest
-    ) -> None:
+    def __init__(self, owner: SharedMemoryTransport, nbytes: int, request: BufferRequest) -> None:
         """Allocate the shard, of ``nbytes``, and the buffer, without communication.
 
         Ranks map each other's shards after the first ``begin``.
@@ -229,9 +219,9 @@ class MappedShards(BufferMemory):
             OSError: no file can be created, or no addresses are left.
             OffloadError: the file's disk is full.
         """
-        self._transport, self._tag, self._target = transport, request.tag, request.shard_target
+        self._transport, self._tag, self._target = owner, request.tag, request.shard_target
         self._nbytes = nbytes
-        buffer = mapped_files.reserve_range(nbytes * transport.members.size)
+        buffer = mapped_files.reserve_range(nbytes * owner.members.size)
         super().__init__(torch.frombuffer(buffer, dtype=request.dtype))
         file, found = mapped_files.create_mapped(self._target, nbytes)
         os.close(file)

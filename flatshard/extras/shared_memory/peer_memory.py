@@ -15,8 +15,6 @@ Polling a mailbox takes less than a microsecond. A message through a socket woul
 microseconds, and need a thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -133,7 +131,7 @@ class Awaited:
     # Contents of the record: valid after the record has arrived.
     address = 0
     file = -1
-    _is_given_up = False
+    is_given_up = False  # whether `wait` raises
 
     def __init__(self, process: PeerProcess, tag: int, kind: int, number: int) -> None:
         self._process, self._kind, self._number = process, kind, number
@@ -155,7 +153,7 @@ class Awaited:
         """Wait for the record.
 
         Raises ``RuntimeError`` if the record does not arrive within the timeout, if the process
-        cannot be read any more, or after ``give_up``.
+        cannot be read any more, or if ``is_given_up``.
         """
         process = self._process
         # Do not wait if another wait for the same process has timed out since this object was made:
@@ -166,10 +164,8 @@ class Awaited:
             return
         while not self.is_completed():
             now = time.monotonic()
-            if self._is_given_up:
-                raise RuntimeError(
-                    f"flatshard ended a wait for {process.name} that would never have ended."
-                )
+            if self.is_given_up:
+                raise RuntimeError(f"flatshard ended a wait for {process.name} that never ends.")
             if now - began > timeout:
                 process.given_up = now
                 raise RuntimeError(
@@ -187,17 +183,11 @@ class Awaited:
                     self._is_over = True
             time.sleep(_PAUSE_SECONDS)
 
-    def give_up(self) -> None:
-        """Make a thread that is in ``wait`` raise ``RuntimeError``."""
-        self._is_given_up = True
 
-
-def meet(
-    mailbox: Mailbox, host: HostExchange, ranks: Sequence[int], timeout: float
-) -> tuple[list[PeerProcess], str]:
+def meet(mailbox: Mailbox, host: HostExchange, timeout: float) -> tuple[list[PeerProcess], str]:
     """Find out whether every rank can read the memory of all other ranks.
 
-    **Collective**: the ranks of ``host``, whose global numbers are ``ranks``.
+    **Collective**: the ranks of ``host``.
 
     Returns:
         Two values: the list of the processes of all ranks (empty if any rank cannot read another
@@ -206,7 +196,7 @@ def meet(
     """
     try:
         addresses: list[RankAddress] = host.gather(mailbox.address, _MEETING)
-        problem = _first_problem([one.problem for one in addresses], ranks)
+        problem = _first_problem([one.problem for one in addresses], host.ranks)
         if not problem and len({one.host for one in addresses}) > 1:
             problem = "the ranks are on several hosts, or in separate containers"
         if problem:
@@ -223,8 +213,8 @@ def meet(
         _tell_kernel()
         # Wait until every rank has given permission. Before that, the kernel would refuse reads.
         host.meet(_MEETING)
-        processes, problem = _try_to_read(addresses, ranks, timeout)
-        problem = _first_problem(host.gather(problem, _MEETING), ranks)
+        processes, problem = _try_to_read(addresses, host.ranks, timeout)
+        problem = _first_problem(host.gather(problem, _MEETING), host.ranks)
         if problem:
             _readers.remove(reader)
             _tell_kernel()
@@ -290,7 +280,7 @@ def _set_reader(reader: int) -> None:
 
 
 class _ProcessGone(RuntimeError):
-    pass
+    """The process has ended, and its memory is gone."""
 
 
 class _Range(ctypes.Structure):

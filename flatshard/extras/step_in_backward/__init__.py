@@ -11,8 +11,6 @@ exchanged which parameters were used, each rank steps the remaining units.
 Without this folder, ``ShardedWrapper.step_in_backward()`` raises ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
@@ -41,7 +39,7 @@ _Part = tuple[torch.optim.Optimizer, dict[str, Any]]
 class StepInBackward:
     """Result of ``ShardedWrapper.step_in_backward``; ``remove()`` undoes the call."""
 
-    def __init__(self, of: SteppedInBackward, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, of: "SteppedInBackward", optimizer: torch.optim.Optimizer) -> None:
         self._of, self._optimizer = of, optimizer
 
     def remove(self) -> None:
@@ -110,9 +108,8 @@ class SteppedInBackward(StepExtension):
                 "optimizer.step() after backward."
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"step_in_backward: expected a torch.optim.Optimizer, got {optimizer!r}."
-            )
+            text = f"step_in_backward: expected a torch.optim.Optimizer, got {optimizer!r}."
+            raise TypeError(text)
         kind = type(optimizer).__name__
         if not is_elementwise(optimizer):
             raise ValueError(
@@ -124,9 +121,8 @@ class SteppedInBackward(StepExtension):
         owned, groups = _find_owned(self.state), _groups_of(optimizer)
         found = groups.keys() & owned.keys()
         if not found:
-            raise ValueError(
-                f"{kind} holds no parameter of the model. Make it from model.parameters()."
-            )
+            text = f"{kind} holds no parameter of the model. Make it from model.parameters()."
+            raise ValueError(text)
         if any(found & _groups_of(one).keys() for one in self.optimizers):
             raise ValueError(
                 f"{kind} holds parameters that another optimizer already steps in backward. First "
@@ -351,7 +347,7 @@ class ConsumedGrad(torch.Tensor):
     _of: str
 
     @staticmethod
-    def __new__(cls, param: Tensor, name: str) -> ConsumedGrad:
+    def __new__(cls, param: Tensor, name: str) -> "ConsumedGrad":
         self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(param.shape), dtype=param.dtype, device=param.device
         )

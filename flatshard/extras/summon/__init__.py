@@ -3,8 +3,6 @@
 Without this folder, both methods raise ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -146,11 +144,8 @@ class Summoned:
         # Mark the hook as a hook of flatshard, because `OriginalParam.hold_hooks` removes users'
         # hooks.
         refuse.of_flatshard = True
-        self._guards = [
-            param.register_post_accumulate_grad_hook(refuse)
-            for param in self.shown
-            if param.requires_grad
-        ]
+        trained = (param for param in self.shown if param.requires_grad)
+        self._guards = [one.register_post_accumulate_grad_hook(refuse) for one in trained]
 
     def check_shown(self) -> None:
         """Raise RuntimeError if the modules do not hold full parameters on this rank."""

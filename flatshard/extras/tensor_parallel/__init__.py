@@ -7,8 +7,6 @@ a forward, modules compute with a DTensor whose local part is the unsharded para
 Without this folder, wrapping a model with a DTensor as a parameter raises ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

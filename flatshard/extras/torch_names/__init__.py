@@ -9,8 +9,6 @@ A test compares the names with the migration page's tables, and with torch's cla
 names in torch.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Without this folder, ``ShardedWrapper.unit_report()`` raises ``MissingExtraError``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flatshard.comm.communicator import Topology
@@ -76,10 +74,7 @@ def _row(unit: Unit, rest: str) -> tuple[str, ...]:
 def _sizes(kinds: str, handles: Sequence[FlatParamHandle]) -> tuple[str, str, str, str]:
     numel = sum(handle.layout.numel for handle in handles)
     padding = sum(handle.layout.padding_numel for handle in handles)
-    unsharded_bytes = sum(
-        handle.layout.padded_numel * handle.buffer.element_size()
-        for handle in handles
-        if handle.topology.shard.size > 1
-    )
+    divided = (one for one in handles if one.topology.shard.size > 1)
+    unsharded_bytes = sum(one.layout.padded_numel * one.buffer.element_size() for one in divided)
     padded = f"{padding:,} ({padding / max(numel, 1):.1%})"
     return f"{numel:,}", padded, kinds, show_bytes(unsharded_bytes)

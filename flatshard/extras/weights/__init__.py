@@ -5,8 +5,6 @@
 together (``read``). ``norms`` computes norms of all parameters or gradients.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import defaultdict
@@ -20,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.events import StepExtension
@@ -27,12 +26,13 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.extras.model_shards import model_shards
-from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory import BufferCache, Checksum, checksum
-from flatshard.module.wrappers import handles_in, units_in
+from flatshard.module.wrappers import handles_in, units_between_steps, units_in
 from flatshard.state.model_state import StateDictOptions
+from flatshard.tensor import operators
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, sharded_in
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -142,9 +142,7 @@ def full_tensors(
     return read(model, "full_tensors()", options, _units, _finish)
 
 
-def read(
-    model: nn.Module, caller: str, options: Options, units: Callable[..., Any], finish: Any
-) -> Iterator[Any]:
+def read(model: nn.Module, caller: str, options: Options, units: Any, finish: Any) -> Iterator[Any]:
     """Return an iterator over the items of ``units``. Collective until all items are read.
 
     If a rank stops early, the rank still takes part in the remaining collectives, and at the end
@@ -224,7 +222,7 @@ def read(
     return items
 
 
-def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flats, list[Item]]:
+def _choose(model: nn.Module, names: Any, lora: "MergedLora | None") -> tuple[Flats, list[Item]]:
     """Return the chosen parameters, grouped by flat parameter, and all other chosen tensors."""
     known: dict[Tensor, TensorName] = {}
     # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
@@ -302,7 +300,7 @@ def _start(
         return full, gather.start_full(shard.to(handle.device, sent), full, gather.read_tags)
 
 
-def _finish(options: Options, lora: MergedLora | None, name: TensorName, tensor: Tensor) -> Item:
+def _finish(options: Options, lora: "MergedLora | None", name: TensorName, tensor: Tensor) -> Item:
     merged = tensor if lora is None else lora.merge(name.names, tensor)
     return name, merged.to(options.device or tensor.device, yielded_dtype(tensor, options.dtype))
 
@@ -436,9 +434,7 @@ class WeightChanges:
                 self._last[name] = new
                 yield [(name, None, new.clone().view(yielded_dtype(tensor, options.dtype)))]
 
-    def _of_flat(
-        self, handle: FlatParamHandle, params: list[Any], options: Options
-    ) -> Iterator[Any]:
+    def _of_flat(self, handle: FlatParamHandle, some: list[Any], options: Options) -> Iterator[Any]:
         """Yield the changes of one flat parameter. Collective: the shard group."""
         new, old = _words(handle.flat_param, options), self._last.get(handle)
         handle.page_out()
@@ -463,7 +459,7 @@ class WeightChanges:
             values = handle.gather_flat(nn.functional.pad(new[where], padding)).view(dtype)
             values, places = values[places >= 0], places[places >= 0].to(torch.int64)
         # Yield copies, because the pickle of a view would contain the whole flat parameter.
-        for name, param in params:
+        for name, param in some:
             span = param.span
             digest = checksum(view_of(full, span).clone()) if options.digests else None
             if None in counts:
@@ -523,6 +519,45 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
                     "Expected the weights of the previous pass before the change. Pass the changes "
                     "of every pass in order, or begin with the first pass of a new WeightChanges."
                 )
+
+
+# ------------------------------------------------------------ norms
+
+
+def norms(model: nn.Module, kind: str, norm_type: float) -> dict[str, float]:
+    """Compute norms of the full tensors. Documented at ``ShardedWrapper.norms``."""
+    if kind not in ("grad", "param"):
+        raise ValueError(f"norms(): expected kind 'grad' or 'param', got {kind!r}.")
+    units, order = units_between_steps(model, "norms()"), float(norm_type)
+    params = [param for unit in units for handle in unit.handles for param in handle.params]
+    specs = [param.spec for param in params]
+    # Without this context, each access to an attribute of a sharded tensor takes 10 microseconds.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        tensors: list[Any] = [param.sharded for param in params]
+        if kind == "grad":
+            # Call the getter of `Tensor`, because the property of `FlatShardTensor` takes longer.
+            tensors = [*map(Tensor.grad.__get__, tensors)]  # type: ignore[union-attr]
+            for grad in sharded_in(tensors):
+                operators.own_part(grad)  # raises if the gradient was not reduced yet
+        groups: dict[tuple[Communicator, ...], list[int]] = {}
+        for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
+            if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+                # If the user has set `.grad` of a sharded parameter to a plain tensor, this is the
+                # full gradient on every rank, so its norm needs no communication.
+                is_whole = not isinstance(tensor, FlatShardTensor)
+                comms = () if is_whole and spec.comm.size > 1 else spec.comms
+                groups.setdefault(comms, []).append(index)
+        values = []
+        for comms, some in groups.items():
+            parts = [local_range(tensors[index]) for index in some]
+            # Ranks compare these names. Each name contains `kind`: otherwise, if ranks called
+            # `norms` with different kinds, norms of parameters and of gradients would be added.
+            names = [f"{kind} {specs[index].name!r}" for index in some]
+            values.append(operators.joined_norms(parts, names, order, None, comms))
+        # Copy the norms of all groups to the host at once, so that the host waits only once.
+        numbers = torch.cat([one.to(values[0].device) for one in values]).tolist() if values else []
+    names = [specs[index].name for index in chain.from_iterable(groups.values())]
+    return dict(zip(names, numbers, strict=True))
 
 
 # ------------------------------------------------------------ LoRA

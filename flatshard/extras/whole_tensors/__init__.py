@@ -10,8 +10,6 @@ Without this folder, an optimizer raises at the first step on sharded parameters
 to be element-wise (Adam and SGD, for example) or passed to ``flatshard.declare_elementwise``.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings
@@ -35,7 +33,7 @@ from flatshard.optimizer.state_dicts import check_same_state, comparable
 from flatshard.precision import set_grad
 from flatshard.tensor import operators, sharded_tensor, whole
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, is_unreduced, local_grad
+from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data, is_unreduced, local_grad
 from flatshard.tensor.whole import Moved
 
 _logger = logging.getLogger("flatshard")
@@ -47,6 +45,9 @@ PART_BYTES = 32 << 20
 # 1, more parameters can be stepped by the rank that already holds most of their elements.
 ABOUT_EQUAL = 1.05
 
+Params = Sequence[FlatShardTensor]
+FullParams = dict[FlatShardTensor, nn.Parameter]  # keyed by the sharded parameters
+
 OP = "optimizer.step()"
 REMEDY = "Every rank must step the same optimizer, with gradients of the same parameters."
 
@@ -55,15 +56,13 @@ def sharded_params(optimizer: Optimizer) -> list[FlatShardTensor]:
     return [param for param in all_params(optimizer) if isinstance(param, FlatShardTensor)]
 
 
-def _random_state(params: Sequence[FlatShardTensor]) -> Tensor:
+def _random_state(params: Params) -> Tensor:
     """Return the state of the random number generator on the parameters' device."""
     on_gpu = bool(params) and params[0].is_cuda
     return torch.cuda.get_rng_state(params[0].device) if on_gpu else torch.get_rng_state()
 
 
-def swap_full_in(
-    optimizer: Optimizer, full: dict[FlatShardTensor, nn.Parameter], *, with_plain: bool
-) -> ExitStack:
+def swap_full_in(optimizer: Optimizer, full: FullParams, *, with_plain: bool) -> ExitStack:
     """Replace an optimizer's sharded parameters by full parameters, until the stack is closed.
 
     ``full`` maps sharded parameters to full parameters, which also get the optimizer's state. All
@@ -108,7 +107,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         # The optimizer's sharded parameters at the last call of `_choose_owners`.
         self._params: dict[FlatShardTensor, ShardSpec] = {}
         # With `StepMode.ON_EVERY_RANK`: the full parameters, which every rank steps.
-        self._full: dict[FlatShardTensor, nn.Parameter] = {}
+        self._full: FullParams = {}
         # When closed, undoes what `begin` has changed for the step.
         self._undo = ExitStack()
 
@@ -259,9 +258,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
                             "sets the gradient to None, but only on the rank that steps the "
                             "parameter. Call zero_grad() after step() instead."
                         )
-                    sharded_tensor.check_data(
-                        f"{OP}: parameter {param.spec.name!r}", param, stepped.data
-                    )
+                    check_data(f"{OP}: parameter {param.spec.name!r}", param, stepped.data)
                     done[param] = stepped.detach()
             except Exception as raised:
                 error = raised
@@ -292,7 +289,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
 
         return agreed(prepare, [comm.host for comm in self._comms()], OP, REMEDY)
 
-    def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
+    def _parts(self, params: Params) -> list[list[FlatShardTensor]]:
         """Divide parameters into lists: each owner gathers about ``PART_BYTES`` per list."""
         filled: dict[tuple[Communicator, int | None], int] = {}
         parts: dict[int, list[FlatShardTensor]] = {}
@@ -303,17 +300,15 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
             parts.setdefault((filled[key] - 1) // PART_BYTES, []).append(param)
         return [parts[number] for number in sorted(parts)]
 
-    def _start_gather(
-        self, optimizer: Optimizer, params: Sequence[FlatShardTensor]
-    ) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
+    def _start_gather(self, optimizer: Optimizer, params: Params) -> Callable[[], FullParams]:
         """Start to send the shards of values, gradients and loaded state to the owners."""
         divided = [(param, one) for param in params for one in _divided(optimizer, param)]
         parts = [(p.spec, local_grad(one, p.spec), self._owners.get(p)) for p, one in divided]
         wait = whole.start_gather(parts, "optimizer step, to the owners")
 
-        def finish() -> dict[FlatShardTensor, nn.Parameter]:
+        def finish() -> FullParams:
             gathered = {id(one): full for (_, one), full in zip(divided, wait(), strict=True)}
-            full: dict[FlatShardTensor, nn.Parameter] = {}
+            full: FullParams = {}
             for param in params:
                 for states in _states(optimizer):
                     if _sharded_state(state := states.get(param, {})):
@@ -344,14 +339,9 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
             value /= comm.size
         return value.to(loss) if isinstance(loss, Tensor) else value.item()
 
-    def _scatter(
-        self, params: Sequence[FlatShardTensor], done: Mapping[FlatShardTensor, Tensor]
-    ) -> None:
+    def _scatter(self, params: Params, done: Mapping[FlatShardTensor, Tensor]) -> None:
         """Write the full values from the owners to all shards. Collective."""
-        moved = [
-            Moved(param.spec, param.local.detach(), done.get(param), self._owners.get(param))
-            for param in params
-        ]
+        moved = [Moved(p.spec, p.local.detach(), done.get(p), self._owners.get(p)) for p in params]
         whole.scatter(moved, "optimizer step, to the shards")
         sharded_tensor.wrote(params)
 
@@ -380,11 +370,9 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         moved: list[Moved] = []
         for comm in self._comms():
             params = [param for param, spec in self._params.items() if spec.comm is comm]
-            described = {
-                number: _described(param, optimizer.state[param])
-                for number, param in enumerate(params)
-                if self._owners[param] == comm.rank and param in optimizer.state
-            }
+            own = (pair for pair in enumerate(params) if self._owners[pair[1]] == comm.rank)
+            state_of = optimizer.state
+            described = {n: _described(p, state_of[p]) for n, p in own if p in state_of}
             everyone = comm.host.gather(described, "optimizer state")
             for number, param in enumerate(params):
                 # Skip state from a checkpoint, which is sharded on all ranks until the next step.

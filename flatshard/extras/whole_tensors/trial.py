@@ -4,8 +4,6 @@ A table of known optimizers would not be enough: users bring new optimizers, and
 on an optimizer's options.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import enum
@@ -97,10 +95,8 @@ def _same_gradients(optimizer: Optimizer) -> Iterator[None]:
 
 def _modules_of(optimizer: Optimizer) -> Iterator[nn.Module]:
     hidden = ("state", "param_groups")
-    attributes = [
-        v for one in with_inner(optimizer) for k, v in vars(one).items() if k not in hidden
-    ]
-    return (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, nn.Module))
+    values = [v for one in with_inner(optimizer) for k, v in vars(one).items() if k not in hidden]
+    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, nn.Module))
 
 
 def copy_with_params(
@@ -151,9 +147,7 @@ def without_params(optimizer: Optimizer) -> Optimizer:
 
 def _works_on_shards(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives correct results on sharded parameters. Tried with copies."""
-    groups = [
-        [_copied_param(param) for param in group["params"]] for group in optimizer.param_groups
-    ]
+    groups = [[*map(_copied_param, group["params"])] for group in optimizer.param_groups]
     try:
         twin = copy_with_params(optimizer, groups, with_state=True)
         grads = [(param, param.grad) for param in all_params(twin) if param.grad is not None]
@@ -212,8 +206,7 @@ def _check_attributes(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__} keeps parameter {param.spec.name!r} in attribute "
                     f"{name!r}, or in a module in this attribute. There the parameter would stay "
                     "sharded during a step: flatshard puts full parameters only into param_groups. "
-                    "Let step() read "
-                    "parameters and gradients from param_groups."
+                    "Let step() read parameters and gradients from param_groups."
                 )
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from flatshard import MixedPrecision
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.plan import CannotTraceError, plan
-from flatshard.extras.plan.models import read_spec
-from flatshard.extras.plan.report import Target, add_arguments
+from flatshard.extras.plan.report import Target, add_arguments, read_spec
 from tests.extras.plan import Block
 from tests.harness import assert_raises
 

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.extras.plan.hardware import Device, Machine
-from flatshard.extras.plan.models import Step, language_step
 from flatshard.extras.plan.replay import TracedModel
-from flatshard.extras.plan.trace import checkpoint_blocks
+from flatshard.extras.plan.report import language_step
+from flatshard.extras.plan.trace import Step, checkpoint_blocks
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
 from tests.extras.plan import Block
