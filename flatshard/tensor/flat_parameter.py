@@ -245,7 +245,8 @@ class OriginalParam:
             raise RuntimeError(
                 f"parameter {self.span.name!r} cannot be sharded: an autograd graph, a view or a "
                 "weak reference still refers to the parameter (for example a loss from before "
-                f"wrapping). Delete the reference, or wrap the model earlier. ({error})"
+                "wrapping, or a module of torch.jit). Delete the reference, wrap the model "
+                f"earlier, or replace the scripted module by the original module. ({error})"
             ) from error
         param.__dict__.update(attributes)
         # ``swap_tensors`` has removed the hooks that users registered before wrapping.

@@ -217,10 +217,13 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
     wrapped = nn.parallel.DistributedDataParallel(Mlp())
     with allow_warnings(message="Lazy modules"):
         lazy = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
+    with allow_warnings(message=".*torch.jit"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
     modules: list[tuple[Any, type[Exception], str]] = [
         ([Mlp()], TypeError, "Module"),
         (nn.Sequential(wrapped), ValueError, r"'0' is a DistributedDataParallel.*its \.module"),
         (lazy, ValueError, r"1\.weight"),
+        (scripted, RuntimeError, "replace the scripted module by the original module"),
     ]
     for module, error, match in modules:
         assert_raises(error, match, ShardedWrapper, module)
