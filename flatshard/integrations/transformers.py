@@ -101,12 +101,25 @@ class ShardedTrainerMixin:
             model.generate = partial(_generate, self.model_wrapped, model.generate)
         return prepared
 
+    def _wrap_model(self: Any, model: nn.Module, training: bool = True, **kwargs: Any) -> nn.Module:
+        if not training and (self.args.bf16_full_eval or self.args.fp16_full_eval):
+            model = self._trained  # Trainer converts the model, which needs the ShardedWrapper
+        return super()._wrap_model(model, training=training, **kwargs)  # type: ignore[misc,no-any-return]
+
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the full model for ``from_pretrained``; rank 0 writes the files. Collective."""
-        state = checkpoint.full_state_dict(self._trained)
-        # For the keys of a state dict, PEFT calls state_dict() of modules on rank 0 only. A sharded
-        # state dict needs no other rank.
-        with ShardedWrapper.state_dict_type(self._trained, "SHARDED_STATE_DICT"):
+        trained, state = self._trained, None
+        if hasattr(self.model, "prompt_encoder"):
+            # PEFT computes the prompts to save, by a forward of this encoder on rank 0 only.
+            saving = ShardedWrapper.summon_full_params(
+                trained, writeback=False, rank0_only=True, offload_to_cpu=True
+            )
+        else:
+            # For the keys of a state dict, PEFT calls state_dict() of modules on rank 0 only. A
+            # sharded state dict needs no other rank.
+            state = checkpoint.full_state_dict(trained)
+            saving = ShardedWrapper.state_dict_type(trained, "SHARDED_STATE_DICT")
+        with saving:
             if self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:

@@ -44,6 +44,12 @@ def _lora() -> Any:
     return get_peft_model(_llama(), LoraConfig(r=2, lora_dropout=0.0, **own))
 
 
+def _prompts() -> Any:
+    from peft import PromptTuningConfig, get_peft_model
+
+    return get_peft_model(_llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
 def _trainer(kind: Any, folder: str, model: Any, **more: Any) -> Any:
     from transformers import TrainingArguments
 
@@ -96,6 +102,7 @@ def _as_with_ddp(rank: int, folder: str) -> None:
         (_llama, {"load_best_model_at_end": True, **checkpointed}),
         (_lora, checkpointed),
         (_llama, {"optim": "adafactor"}),
+        (_prompts, {"bf16_full_eval": True}),  # `predict` converts the model to bfloat16
     )
     for number, (make, more) in enumerate(settings):
         runs = []
@@ -104,6 +111,7 @@ def _as_with_ddp(rank: int, folder: str) -> None:
             trainer = _trainer(kind, own, make(), **more)
             trainer.train()
             runs.append(_seen(trainer, f"{own}/model"))
+            runs[-1].append(trainer.predict(trainer.eval_dataset).metrics["test_loss"])
         assert isinstance(trainer.model_wrapped, ShardedWrapper)
         assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-6)
     for asked in (None, True):  # ShardedWrapper warns only of what the user has set
