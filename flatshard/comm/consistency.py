@@ -4,8 +4,6 @@ After a check, either all ranks continue or all ranks raise. If only one rank ra
 would wait for this rank in their next collective.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain

@@ -11,8 +11,6 @@ collectives, so later exchanges still match. Values that do not fit into the fra
 second collective, whose kind and size are part of the compared name.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable, Iterable

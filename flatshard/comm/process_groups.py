@@ -1,7 +1,5 @@
 """Functions that create, abort and inspect process groups, and wait for gloo's threads at exit."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """``Ranks``: the ranks that train a model, and the groups for each sharding strategy."""
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass, field

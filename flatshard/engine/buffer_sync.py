@@ -1,7 +1,5 @@
 """``BufferSync``: broadcasts module buffers (``register_buffer``) of rank 0 before a forward."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -7,8 +7,6 @@ program, and all-gathered the same units in the same order. If the orders differ
 matches all-gathers only by order (NCCL) has delivered parameters of other units.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, compress, count, islice

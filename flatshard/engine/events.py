@@ -6,8 +6,6 @@ engine calls the methods of all extensions at fixed points of a step, in the ord
 in this table.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -25,8 +25,6 @@ forward neither records the order of units nor prefetches, because the next unit
 non-reentrant checkpoint stops the forward by an exception once all saved tensors are recomputed.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

@@ -30,8 +30,6 @@ at the end of backward, where all ranks raise. From the next forward on, all val
 parameter are compared in every forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

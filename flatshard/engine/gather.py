@@ -9,8 +9,6 @@ Options change this:
 - offloaded shards: a separate stream copies shards to the device, overlapped with compute.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -16,8 +16,6 @@ a later backward runs the rest. Stages 1 and 2 send gradients in the reduce dtyp
 a wider dtype (``Transport.sum_dtype``), and are rounded before stage 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

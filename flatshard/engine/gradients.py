@@ -15,8 +15,6 @@ After a backward under ``no_sync``, ``show`` puts the unreduced, accumulated gra
 or a norm of the gradients, raises an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import sys

@@ -18,8 +18,6 @@ the shards, the next all-gather sets a new version. Freeing the buffer changes t
 that autograd raises if backward reads a view of freed memory.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """``Prefetch``: starts all-gathers of units early, in the order of the last forward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flatshard.engine.run_state import RunState

@@ -4,8 +4,6 @@ Each flat parameter is reduced separately. A flat parameter is ready once autogr
 its gradients.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, OrderedDict
 

@@ -33,8 +33,6 @@ of a unit have forward or backward hooks. If the program has kept the tensor in 
 autograd raises when it reads the freed buffer ([Note: versions of the buffer], ``handle.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

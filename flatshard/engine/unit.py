@@ -10,8 +10,6 @@ at the end of the forward if there are fewer calls. So all ranks all-gather the 
 even if ranks call the modules in different orders.
 """
 
-from __future__ import annotations
-
 import enum
 import weakref
 from collections import Counter

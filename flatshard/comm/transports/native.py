@@ -1,7 +1,5 @@
 """``NativeTransport``: runs the collectives of the process group's backend, for example NCCL."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
