@@ -1,7 +1,7 @@
 """``save`` and ``load``: write a training checkpoint, and resume training from it.
 
-Each rank writes its own shards, in the calling thread or in a background thread (``Save``), and
-reads its own shards in place.
+Each rank writes its own shards, in the calling thread or in a background thread (``Save``). To
+load, each rank reads its own shards directly into the memory of the model's shards.
 """
 
 import contextlib
@@ -430,7 +430,7 @@ def _check_optimizers(path: Path, saved: Kinds | None, given: Kinds) -> None:
     texts = []
     for kinds in (saved or {}, given):
         one = (f"{name!r}: {kind} of {len(own)} parameters" for name, (kind, own) in kinds.items())
-        texts.append("; ".join(one) or "at most one optimizer")
+        texts.append("; ".join(one) or "one optimizer without a name, or none")
     raise ValueError(
         f"{path} was saved with other optimizers: expected {texts[0]}; got {texts[1]}. Build the "
         "optimizers as in the program that saved them, with the same names and parameters."
@@ -453,8 +453,8 @@ def _require_complete(path: Path) -> folders.Marker:
         with contextlib.suppress(ValueError, OSError):
             kind = f"files of {open_source(path).kind}"
         raise ValueError(
-            f"{path} was not saved by flatshard.checkpoint.save: expected a {folders.MARKER}, got "
-            f"{kind}. {remedy}"
+            f"{path} was not saved by flatshard.checkpoint.save: expected the file "
+            f"{folders.MARKER}, got {kind}. {remedy}"
         )
     remedy = "Load another checkpoint. All hosts must share its file system."
     folders.check_lengths(path, marker.lengths, remedy)

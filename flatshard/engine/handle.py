@@ -156,8 +156,8 @@ class FlatParamHandle:
 
     def _set_shard(self, shard: Tensor) -> None:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
-        # The tensor that all-gathers send. Its version counter is `flat_param`'s, and torch reads
-        # attributes of a plain tensor several times as fast.
+        # The tensor that all-gathers send. It has the version counter of `flat_param`, but torch
+        # reads the counter of a plain tensor several times as fast as that of a `FlatParameter`.
         self._shard = self.flat_param.detach()
 
     def page_out(self) -> None:

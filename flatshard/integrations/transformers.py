@@ -110,7 +110,7 @@ class ShardedTrainerMixin:
         """Save the full model for ``from_pretrained``; rank 0 writes the files. Collective."""
         trained, state = self._trained, None
         if hasattr(self.model, "prompt_encoder"):
-            # PEFT computes the prompts to save, by a forward of this encoder on rank 0 only.
+            # To save the prompts, PEFT runs a forward of this encoder, on rank 0 only.
             saving = ShardedWrapper.summon_full_params(
                 trained, writeback=False, rank0_only=True, offload_to_cpu=True
             )

@@ -198,8 +198,9 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
 def check_reduced(handles: list[FlatParamHandle], world: Communicator, *, reduces: bool) -> None:
     """Raise, on all ranks, if any rank has gradients that were accumulated under ``no_sync``.
 
-    ``reduces``: whether the last forward began outside of ``no_sync``. If False, this call is
-    collective: all ranks of ``world``. If True, the ranks do not communicate.
+    ``reduces``: whether the last forward began outside of ``no_sync``. If True, either all ranks
+    have such gradients or none has, so the ranks do not communicate. If False, this call is
+    collective: all ranks of ``world``.
     """
     error = None
     if shown := [unit_text(handle.unit.name) for handle in handles if handle.grads.is_shown()]:

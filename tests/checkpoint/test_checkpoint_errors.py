@@ -162,7 +162,7 @@ def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("step-3", FileNotFoundError, f"step-3 does not exist. {last}"),
         ("", ValueError, f"but a directory of checkpoints. {last}"),
         ("net.pt", ValueError, f"json, got files of torch.save. {last}"),
-        ("other", ValueError, "expected a flatshard.json, got files of safetensors"),
+        ("other", ValueError, "expected the file flatshard.json, got files of safetensors"),
         ("empty", ValueError, "got files of an unknown format"),
     ):
         assert_raises(error, said, checkpoint.load, tmp_path / name, model)

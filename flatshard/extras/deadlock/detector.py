@@ -235,7 +235,8 @@ class Deadlock:
 
 def _note(wait: BlockedWait, finding: _Finding) -> None:
     wait.verdict = finding.text
-    # Log the reason, which the backend's error for a collective of the program lacks.
+    # If the program itself called the collective, the backend raises the error, and its text lacks
+    # the reason. So log the reason.
     if wait.need.kind == PROGRAM:
         _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 

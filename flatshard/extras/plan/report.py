@@ -361,8 +361,9 @@ def language_step(batch: int, seq: int) -> Step:
 def read_spec(spec: str) -> Build:
     """Return the function that builds the model named by ``spec``.
 
-    ``spec`` is the path of a Hugging Face ``config.json``, or ``package.module:function``. The
-    function returns a model, or a tuple of a model and its step.
+    ``spec`` is the path of a Hugging Face ``config.json`` or its folder, or
+    ``package.module:function``. The returned function returns a model, or a tuple of a model and a
+    ``Step``.
     """
     path = Path(spec, "config.json") if Path(spec).is_dir() else Path(spec)
     if path.suffix == ".json":
@@ -374,8 +375,8 @@ def read_spec(spec: str) -> Build:
         return found  # type: ignore[no-any-return]
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{spec!r} is neither a config.json nor a function such as package.module:build. The "
-            f"import failed: {error}"
+            f"{spec!r} is neither a config.json nor a function such as "
+            f"package.module:build: {error}"
         ) from error
 
 

@@ -153,7 +153,7 @@ class Awaited:
         """Wait for the record.
 
         Raises ``RuntimeError`` if the record does not arrive within the timeout, if the process
-        cannot be read any more, or if ``is_given_up``.
+        cannot be read any more, or if ``is_given_up`` is set.
         """
         process = self._process
         # Do not wait if another wait for the same process has timed out since this object was made:

@@ -79,7 +79,7 @@ class Sketch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The sketches, costs and notes of a rank."""
+    """What one rank recorded: sketches of its tensors, costs, and notes."""
 
     # Keys: step, kind of tensor, name. Missing gradients have no sketch.
     events: dict[tuple[int, str, str], Sketch]

@@ -551,7 +551,7 @@ def norms(model: nn.Module, kind: str, norm_type: float) -> dict[str, float]:
         for comms, some in groups.items():
             parts = [local_range(tensors[index]) for index in some]
             # Ranks compare these names. Each name contains `kind`: otherwise, if ranks called
-            # `norms` with different kinds, norms of parameters and of gradients would be added.
+            # `norms` with different kinds, norms of parameters and of gradients would be added up.
             names = [f"{kind} {specs[index].name!r}" for index in some]
             values.append(operators.joined_norms(parts, names, order, None, comms))
         # Copy the norms of all groups to the host at once, so that the host waits only once.
