@@ -171,7 +171,9 @@ def test_optimizer(package: str, name: str) -> None:
         pytest.skip("its import takes seconds, and tests of the integration have Adafactor")
     if (package, name) not in OPTIMIZERS:
         pytest.skip(f"{package} is not installed")
-    verdict, how = judge(run_ranks(train, 2, package, name, "flatshard FULL_SHARD"))
+    # Muon rounds gradients to bfloat16, where an error of float32 can become one of 1e-3.
+    in_float64 = name == "Muon"
+    verdict, how = judge(run_ranks(train, 2, package, name, "flatshard FULL_SHARD", in_float64))
     assert verdict.startswith("right"), how
     assert how == SAMPLE.get((package, name), how)
 

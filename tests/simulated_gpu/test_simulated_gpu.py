@@ -62,7 +62,7 @@ SITES: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("site", usual_and_every(2, SITES))
 def test_a_wait_that_lacks_is_seen(gpu: Gpu, site: str) -> None:
     lagging, case = SITES[site]
-    late = {f"SIMULATED_{lagging}_DELAY": "2000", "SIMULATED_WITHOUT_WAIT": site}
+    late = {f"SIMULATED_{lagging}_DELAY": "6000", "SIMULATED_WITHOUT_WAIT": site}
     (found,) = gpu.run(2, case, **late)
     assert not found.distance <= LIMITS["fp32"].distance
 

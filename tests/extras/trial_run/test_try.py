@@ -162,8 +162,8 @@ for _ in range(4):
         for param in model.parameters(): param -= 0.1 * param.grad
 torch.optim.SGD([torch.zeros(1)], lr=0.1)
 """,
-        "hangs --timeout 2": """
-#: Timeout (0:00:02)!
+        "hangs --timeout 4": """
+#: Timeout (0:00:04)!
 #: hangs.py", line
 time.sleep(1000)
 """,
