@@ -15,8 +15,6 @@ THOROUGH=1, and on other systems than Linux, `PYTHON` is the real Python, ``sys.
 that needs a fresh interpreter starts ``sys.executable``.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

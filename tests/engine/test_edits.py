@@ -21,11 +21,8 @@ from tests.ways import on_ranks_each_way
 
 def _weights(run: Run) -> list[Tensor]:
     """The original parameters as their modules show them."""
-    return [
-        getattr(run.submodule(name), attribute)
-        for name in ("fc1", "fc2", "fc3")
-        for attribute in ("weight", "bias")
-    ]
+    places = product(("fc1", "fc2", "fc3"), ("weight", "bias"))
+    return [getattr(run.submodule(name), attribute) for name, attribute in places]
 
 
 def _numbers(like: Tensor, seed: int = 0) -> Tensor:

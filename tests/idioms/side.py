@@ -5,8 +5,6 @@ stands for each thing that wrappers spell differently (wrapping, the module insi
 state dicts).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator

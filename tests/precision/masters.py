@@ -89,10 +89,8 @@ def trained_by_hand(
 
 
 def _cast(masters: Mapping[str, Tensor], dtype_of: DtypeOf) -> dict[str, Tensor]:
-    return {
-        name: master.detach().to(dtype_of(name), copy=True).requires_grad_()
-        for name, master in masters.items()
-    }
+    cast = {name: one.detach().to(dtype_of(name), copy=True) for name, one in masters.items()}
+    return {name: one.requires_grad_() for name, one in cast.items()}
 
 
 def _float_to(value: Tensor, dtype: torch.dtype) -> Tensor:

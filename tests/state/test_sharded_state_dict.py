@@ -66,10 +66,8 @@ class OwnJob(Job):
     def state_dict(self) -> StateDict:
         model, optimizer = self.model, self.optimizer
         with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
-            return {
-                "model": model.state_dict(),
-                "optimizer": ShardedWrapper.optim_state_dict(model, optimizer),
-            }
+            of_optimizer = ShardedWrapper.optim_state_dict(model, optimizer)
+            return {"model": model.state_dict(), "optimizer": of_optimizer}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         self.model.load_state_dict(state_dict["model"])

@@ -81,10 +81,8 @@ ALL = ",".join(EXTRAS)
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Copies of the project without some extras, or all, in which `core_alone` has run."""
-    folders = {
-        extras: _without(tmp_path_factory.mktemp("copy"), extras.split(","))
-        for extras in (*SOME, ALL)
-    }
+    makes, names = tmp_path_factory.mktemp, (*SOME, ALL)
+    folders = {extras: _without(makes("copy"), extras.split(",")) for extras in names}
     given = [str(value) for extras, folder in folders.items() for value in (folder, extras)]
     _python(tmp_path_factory.mktemp("empty"), "-c", FORKED, *given)
     return folders

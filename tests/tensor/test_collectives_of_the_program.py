@@ -192,10 +192,8 @@ def _operators(is_wanted: Callable[[Any], bool]) -> list[Any]:
 
 
 def _communicates(schema: Any) -> bool:
-    return any(
-        argument.name == "group_name" or "c10d.ProcessGroup" in str(argument.type)
-        for argument in schema.arguments
-    )
+    kinds = ((one.name, str(one.type)) for one in schema.arguments)
+    return any(name == "group_name" or "c10d.ProcessGroup" in kind for name, kind in kinds)
 
 
 def test_operators_of_collectives() -> None:

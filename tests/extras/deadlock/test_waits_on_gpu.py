@@ -32,11 +32,8 @@ def wrong_in(gpu: Gpu, settings: Sequence[Setting]) -> list[str]:
     The ranks must raise in seconds, with the same text, and end with status 1, not by a signal.
     """
     run = gpu.run_programs(settings[0].world, *(setting.program() for setting in settings))
-    return [
-        f"{setting}: {text}"
-        for setting, ranks in zip(settings, run, strict=True)
-        for text in problems(setting, ranks)[0]
-    ]
+    pairs = zip(settings, run, strict=True)
+    return [f"{one}: {text}" for one, ranks in pairs for text in problems(one, ranks)[0]]
 
 
 ALONE, IN_BARRIER = BARRIERS
