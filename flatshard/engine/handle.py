@@ -156,8 +156,8 @@ class FlatParamHandle:
 
     def _set_shard(self, shard: Tensor) -> None:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
-        # The tensor that all-gathers send. It has the version counter of `flat_param`, but torch
-        # reads the counter of a plain tensor several times as fast as that of a `FlatParameter`.
+        # The tensor that all-gathers send. This plain tensor and `flat_param` share a version
+        # counter, but torch reads a plain tensor's attributes several times as fast.
         self._shard = self.flat_param.detach()
 
     def page_out(self) -> None:

@@ -381,7 +381,9 @@ def all_params(optimizer: Optimizer) -> Iterator[Any]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def find_buckets(params: Sequence[Any], known: dict[int, ParamBucket]) -> Iterator[Any]:
+def find_buckets(
+    params: Sequence[Any], known: dict[int, ParamBucket]
+) -> Iterator[ParamBucket | nn.Parameter]:
     """Join a group's parameters into buckets where possible, and yield the result in order.
 
     Yields a bucket in place of its members, and each parameter that belongs to no bucket. Adds new

@@ -235,8 +235,8 @@ class Deadlock:
 
 def _note(wait: BlockedWait, finding: _Finding) -> None:
     wait.verdict = finding.text
-    # If the program itself called the collective, the backend raises the error, and its text lacks
-    # the reason. So log the reason.
+    # The program's own call of a collective raises only the backend's error, without the reason. So
+    # log the reason.
     if wait.need.kind == PROGRAM:
         _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 

@@ -196,7 +196,7 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
 
 
 def python_threads() -> set[int]:
-    """Return the ids of all threads but those that torch started (autograd's, for example)."""
+    """Return the ids of the threads that Python has started. Autograd's threads are left out."""
     threads = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
     return {one.ident or 0 for one in threads}
 

@@ -99,7 +99,8 @@ def start(given: dict[str, Any]) -> int:
         options.folder = Path(options.keep or folder).resolve()
         options.records = options.folder if options.several_hosts else Path(folder)
         report["text"] = judge(options, report)
-    report["text"] += "\n  ".join([_CHANGES, *report["lines"]]) * bool(report["lines"])
+    if report["lines"]:
+        report["text"] += "\n  ".join([_CHANGES, *report["lines"]])
     print(report["text"])
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
