@@ -378,9 +378,9 @@ class FlatParamHandle:
             present = module._parameters.get(attribute)
             if present is not param.sharded and present is not held[param.index]:
                 raise RuntimeError(
-                    f"{param.where} was replaced after wrapping (by an assignment, or by torch's "
-                    "functional_call, prune or weight_norm). Replace it before wrapping, call the "
-                    "unwrapped model, or assign values with p.copy_(...) under torch.no_grad()."
+                    f"{param.where} was replaced after wrapping (by assignment, functional_call, "
+                    "prune or weight_norm). Replace it before wrapping, or in an unwrapped model "
+                    "that loads full_state_dict(model). Or call p.copy_(...) under torch.no_grad()."
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:

@@ -176,7 +176,8 @@ class Unit:
         raise RuntimeError(
             f"{unit_text(self.name)}: the module of a ShardedWrapper cannot be copied or pickled "
             "without the wrapper. Call copy.deepcopy() of the model, or of a wrapper in "
-            "flatshard.sharded_modules(model). To save, call flatshard.checkpoint.save."
+            "flatshard.sharded_modules(model). In a forward, load module.state_dict() into a new "
+            "module. To save, call flatshard.checkpoint.save."
         )
 
     @property

@@ -209,8 +209,7 @@ class RootChecks:
             return
         for handle in handles:
             handle.check_places()
-        known = self._ignored.ids()
-        known.update(id(param) for handle in handles for param in handle.sharded)
+        known = self._ignored.ids() | {id(param) for one in handles for param in one.sharded}
         added = {name: one for name, one in root.named_parameters() if id(one) not in known}
         self._added = list(added.values())
         for name, param in added.items():
@@ -218,8 +217,8 @@ class RootChecks:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: it would be trained on each "
                     "rank's own gradients. Add modules before wrapping, or freeze the parameter. "
-                    "To grow a trained model, call full_state_dict(model) on all ranks, load the "
-                    "values into a larger plain model, and wrap that model."
+                    "To grow a trained model or remove a weight norm, wrap a new model with the "
+                    "values of full_state_dict(model), which every rank must call."
                 )
 
 
