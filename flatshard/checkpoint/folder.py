@@ -143,8 +143,9 @@ class ZipStream(io.BufferedWriter):
     record = FileRecord(0, 0)
 
     def write(self, data: Any) -> int:
-        count = super().write(data)
-        self.record = FileRecord(self.record.bytes + count, zlib.crc32(data, self.record.crc32))
+        # Sum up first: the write then finds the data in the processor's cache.
+        crc32 = zlib.crc32(data, self.record.crc32)
+        self.record = FileRecord(self.record.bytes + (count := super().write(data)), crc32)
         return count
 
     def flush(self) -> None:
