@@ -164,11 +164,11 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     torch.use_deterministic_algorithms(options.exact, warn_only=True)
     faulthandler.dump_traceback_later(options.timeout, exit=True, file=2)
     recorder, failure = Recorder(options, rank), ""
-    _install(recorder)
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = "" if options.is_module else str(Path(options.script).resolve().parent)
     as_module = functools.partial(runpy.run_module, alter_sys=True)
     try:
+        _install(recorder)
         (as_module if options.is_module else runpy.run_path)(options.script, run_name="__main__")
     except SystemExit as error:
         failure = f"exit status {error.code}" if error.code else ""
@@ -342,6 +342,7 @@ def _install(recorder: Recorder) -> None:
     wrappers = (DDP, FullyShardedDataParallel, ShardedWrapper)
     new: dict[int, Any] = {id(one): _stand_in(recorder, one, one.__name__) for one in wrappers}
     new[id(fully_shard)] = functools.partial(_wrap_in_place, recorder, "fully_shard")
+    new |= {id(mp.spawn): _spawn, id(mp.start_processes): _spawn}
     for path, module in [*sys.modules.items()]:
         for name, value in [*getattr(module, "__dict__", {}).items()]:
             if id(value) in new and not path.startswith("flatshard."):
@@ -358,7 +359,6 @@ def _install(recorder: Recorder) -> None:
         warn(message, category, stacklevel + 1, **kwargs)
 
     warnings.warn = note  # type: ignore
-    mp.spawn = mp.start_processes = _spawn
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
     steps.register_optimizer_step_pre_hook(recorder.before_step)
     steps.register_optimizer_step_post_hook(recorder.after_step)
@@ -451,7 +451,7 @@ def _watch(recorder: Recorder, method: str) -> None:
 
 
 def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-    """Call the rank's function in this process, instead of ``torch.multiprocessing.spawn``."""
+    """Call the rank's function in this process. Replaces ``torch.multiprocessing.spawn``."""
     if f"{nprocs}" != os.environ["WORLD_SIZE"]:
         raise ValueError(f"the script starts {nprocs} ranks by itself: --nproc-per-node {nprocs}")
     fn(int(os.environ["RANK"]), *args)

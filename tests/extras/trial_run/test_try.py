@@ -272,7 +272,8 @@ def work(rank, text):
         ours.zero_grad()
         critic(fake).mean().neg().backward()
         ours.step()
-torch.multiprocessing.spawn(work, ("text",), 2)
+from torch.multiprocessing.spawn import spawn
+spawn(work, ("text",), 2)
 """,
         "compiled": """
 # torch.compile asks the class DistributedDataParallel whether a forward is running.
