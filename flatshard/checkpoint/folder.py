@@ -143,7 +143,7 @@ class ZipStream(io.BufferedWriter):
     record = FileRecord(0, 0)
 
     def write(self, data: Any) -> int:
-        # Sum up first: the write then finds the data in the processor's cache.
+        # The checksum first: then the data are in the processor's cache, and the write is faster.
         crc32 = zlib.crc32(data, self.record.crc32)
         self.record = FileRecord(self.record.bytes + (count := super().write(data)), crc32)
         return count

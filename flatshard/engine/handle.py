@@ -378,9 +378,10 @@ class FlatParamHandle:
             present = module._parameters.get(attribute)
             if present is not param.sharded and present is not held[param.index]:
                 raise RuntimeError(
-                    f"{param.where} was replaced after wrapping (by assignment, functional_call, "
-                    "prune or weight_norm). Replace it before wrapping, or in an unwrapped model "
-                    "that loads full_state_dict(model). Or call p.copy_(...) under torch.no_grad()."
+                    f"{param.where} was replaced or removed after wrapping (by functional_call, "
+                    "prune, weight_norm, ...). Do so before wrapping, or in an unwrapped model "
+                    "with the values of full_state_dict(model), called on all ranks. To set "
+                    "values, call p.copy_(...) under torch.no_grad()."
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:

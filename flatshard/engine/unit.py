@@ -174,10 +174,9 @@ class Unit:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # Called to copy or pickle a module that refers to this unit.
         raise RuntimeError(
-            f"{unit_text(self.name)}: the module of a ShardedWrapper cannot be copied or pickled "
-            "without the wrapper. Call copy.deepcopy() of the model, or of a wrapper in "
-            "flatshard.sharded_modules(model). In a forward, load module.state_dict() into a new "
-            "module. To save, call flatshard.checkpoint.save."
+            f"{unit_text(self.name)}: a sharded module cannot be copied or pickled without its "
+            "wrapper. On all ranks, copy the model, a wrapper in flatshard.sharded_modules(model), "
+            "or inside of a forward, module.state_dict(). To save, use flatshard.checkpoint.save."
         )
 
     @property

@@ -215,10 +215,10 @@ class RootChecks:
         for name, param in added.items():
             if param.requires_grad:
                 raise RuntimeError(
-                    f"parameter {name!r} was added after wrapping: it would be trained on each "
-                    "rank's own gradients. Add modules before wrapping, or freeze the parameter. "
-                    "To grow a trained model or remove a weight norm, wrap a new model with the "
-                    "values of full_state_dict(model), which every rank must call."
+                    f"parameter {name!r} was added after wrapping: its gradients would not be "
+                    "averaged over ranks. Add it before wrapping, or freeze it. To change a "
+                    "trained model, call full_state_dict(model) on all ranks, load it on rank 0 "
+                    "into a new model, and wrap that model with sync_module_states=True."
                 )
 
 

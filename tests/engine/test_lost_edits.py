@@ -130,9 +130,9 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter 'extra' was added after": _trained_later,
     "'head.weight' was added after": _changed(0, lambda model: setattr(model, "head", _layer())),
     "parameter '0.weight' was added": _changed(0, lambda model: setattr(model, "0", _layer())),
-    "parameter 'weight' .the root unit. was replaced after wrapping": _functional,
+    "parameter 'weight' .the root unit. was replaced or removed after wrapping": _functional,
     "weight' .* was replaced": _replaced(lambda m: prune.l1_unstructured(m, "weight", 1)),
-    "'weight' .the root unit. was replaced after wrapping": _replaced(nn.utils.weight_norm),
+    "'weight' .* was replaced or removed after": _replaced(nn.utils.weight_norm),
     "'weight' .the root unit. was replaced": _replaced(nn.utils.spectral_norm),
 }
 

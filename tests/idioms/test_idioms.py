@@ -33,7 +33,7 @@ TURNS = [
 
 _DEADLOCK = r"\[FS-DEADLOCK\]"
 _EDIT = "its forward edited parameters in place"
-_REPLACED = "was replaced after wrapping"
+_REPLACED = "was replaced or removed after wrapping"
 _FAILED = "a backward failed"
 _READ = "outside of the unit's forward"
 
