@@ -143,7 +143,7 @@ class ZipStream(io.BufferedWriter):
     record = FileRecord(0, 0)
 
     def write(self, data: Any) -> int:
-        # The checksum first: then the data are in the processor's cache, and the write is faster.
+        # Checksum before writing: it brings the data into the CPU's cache, so the write is faster.
         crc32 = zlib.crc32(data, self.record.crc32)
         self.record = FileRecord(self.record.bytes + (count := super().write(data)), crc32)
         return count

@@ -379,8 +379,8 @@ class FlatParamHandle:
             if present is not param.sharded and present is not held[param.index]:
                 raise RuntimeError(
                     f"{param.where} was replaced or removed after wrapping (by functional_call, "
-                    "prune, weight_norm, ...). Do so before wrapping, or in an unwrapped model "
-                    "with the values of full_state_dict(model), called on all ranks. To set "
+                    "prune, weight_norm, ...). Change it before wrapping, or in a new model into "
+                    "which rank 0 loads full_state_dict(model), called on all ranks. To set "
                     "values, call p.copy_(...) under torch.no_grad()."
                 )
 

@@ -216,9 +216,9 @@ class RootChecks:
             if param.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: its gradients would not be "
-                    "averaged over ranks. Add it before wrapping, or freeze it. To change a "
-                    "trained model, call full_state_dict(model) on all ranks, load it on rank 0 "
-                    "into a new model, and wrap that model with sync_module_states=True."
+                    "averaged over ranks. Add it before wrapping, or freeze it. To keep trained "
+                    "values, call full_state_dict(model) on all ranks, load it on rank 0 into the "
+                    "new model, and wrap that on all ranks with sync_module_states=True."
                 )
 
 

@@ -451,7 +451,7 @@ def _watch(recorder: Recorder, method: str) -> None:
 
 
 def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-    """Call ``fn`` for this process's rank. Replaces torch's ``spawn`` and ``start_processes``."""
+    """Call ``fn`` here, for this rank. Scripts get this function as torch's ``spawn``."""
     if f"{nprocs}" != os.environ["WORLD_SIZE"]:
         raise ValueError(f"the script starts {nprocs} ranks by itself: --nproc-per-node {nprocs}")
     fn(int(os.environ["RANK"]), *args)
