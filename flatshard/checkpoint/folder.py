@@ -145,7 +145,8 @@ class ZipStream(io.BufferedWriter):
     def write(self, data: Any) -> int:
         # Checksum before writing: it brings the data into the CPU's cache, so the write is faster.
         crc32 = zlib.crc32(data, self.record.crc32)
-        self.record = FileRecord(self.record.bytes + (count := super().write(data)), crc32)
+        count = super().write(data)
+        self.record = FileRecord(self.record.bytes + count, crc32)
         return count
 
     def flush(self) -> None:

@@ -379,5 +379,4 @@ class PendingSends:
 
     def drop_sent(self) -> None:
         """Release the tensors of all collectives whose data the other ranks have received."""
-        if self.pending:
-            self.pending = [one for one in self.pending if not (one.reports_sent and one.is_sent())]
+        self.pending = [one for one in self.pending if not (one.reports_sent and one.is_sent())]

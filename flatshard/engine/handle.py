@@ -378,10 +378,10 @@ class FlatParamHandle:
             present = module._parameters.get(attribute)
             if present is not param.sharded and present is not held[param.index]:
                 raise RuntimeError(
-                    f"{param.where} was replaced or removed after wrapping (by functional_call, "
-                    "prune, weight_norm, ...). Change it before wrapping, or in a new model into "
-                    "which rank 0 loads full_state_dict(model), called on all ranks. To set "
-                    "values, call p.copy_(...) under torch.no_grad()."
+                    f"{param.where} was replaced or removed after wrapping (by an assignment, "
+                    "functional_call, prune, weight_norm, ...). To set values, call p.copy_(...) "
+                    "under torch.no_grad(). To change modules, make a new model: call "
+                    "full_state_dict(model) on all ranks, load it on rank 0, and wrap the model."
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:

@@ -175,8 +175,8 @@ class Unit:
         # Called to copy or pickle a module that refers to this unit.
         raise RuntimeError(
             f"{unit_text(self.name)}: a sharded module cannot be copied or pickled without its "
-            "wrapper. On all ranks, copy the model or a wrapper in sharded_modules(model); in a "
-            "forward, copy module.state_dict(). To save, use flatshard.checkpoint.save."
+            "wrapper. Call copy.deepcopy() of the model or a wrapper (flatshard.sharded_modules), "
+            "or copy values into a new module. To save, call flatshard.checkpoint.save."
         )
 
     @property

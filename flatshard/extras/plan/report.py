@@ -375,8 +375,8 @@ def read_spec(spec: str) -> Build:
         return found  # type: ignore[no-any-return]
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{spec!r} is neither a config.json nor a function such as "
-            f"package.module:build: {error}"
+            f"{spec!r} is neither a config.json nor a function such as package.module:build. "
+            f"Importing the function raised: {error}"
         ) from error
 
 

@@ -79,7 +79,7 @@ class Sketch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one rank recorded: sketches of its tensors, costs, and notes."""
+    """The record of one rank: sketches of tensors, costs, and notes."""
 
     # Keys: step, kind of tensor, name. Missing gradients have no sketch.
     events: dict[tuple[int, str, str], Sketch]
@@ -450,11 +450,12 @@ def _watch(recorder: Recorder, method: str) -> None:
     setattr(nn.Module, method, watched)
 
 
-def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> Any:
     """Call ``fn`` here, for this rank. Scripts get this function as torch's ``spawn``."""
     if f"{nprocs}" != os.environ["WORLD_SIZE"]:
         raise ValueError(f"the script starts {nprocs} ranks by itself: --nproc-per-node {nprocs}")
     fn(int(os.environ["RANK"]), *args)
+    return mp.ProcessContext([], [])  # for `join=False`: nothing is left to join
 
 
 class _Reference(DDP):  # type: ignore[misc]

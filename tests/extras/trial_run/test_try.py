@@ -273,7 +273,7 @@ def work(rank, text):
         critic(fake).mean().neg().backward()
         ours.step()
 from torch.multiprocessing.spawn import spawn
-spawn(work, ("text",), 2)
+spawn(work, ("text",), 2, join=False).join()
 """,
         "compiled": """
 # torch.compile asks the class DistributedDataParallel whether a forward is running.
