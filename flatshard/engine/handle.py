@@ -46,6 +46,12 @@ If another operation uses the weights as well, backward unshards the weights on 
 """
 
 
+CHANGE_MODEL = (
+    "To change a trained model, call full_state_dict(model) on all ranks, load the values on rank "
+    "0 into a new, changed model, and wrap the new model with sync_module_states=True."
+)
+"""Remedy in errors about parameters that were replaced, removed or added after wrapping."""
+
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -380,8 +386,7 @@ class FlatParamHandle:
                 raise RuntimeError(
                     f"{param.where} was replaced or removed after wrapping (by an assignment, "
                     "functional_call, prune, weight_norm, ...). To set values, call p.copy_(...) "
-                    "under torch.no_grad(). To change modules, make a new model: call "
-                    "full_state_dict(model) on all ranks, load it on rank 0, and wrap the model."
+                    f"under torch.no_grad(). {CHANGE_MODEL}"
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:

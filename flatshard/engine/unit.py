@@ -175,8 +175,8 @@ class Unit:
         # Called to copy or pickle a module that refers to this unit.
         raise RuntimeError(
             f"{unit_text(self.name)}: a sharded module cannot be copied or pickled without its "
-            "wrapper. Call copy.deepcopy() of the model or a wrapper (flatshard.sharded_modules), "
-            "or copy values into a new module. To save, call flatshard.checkpoint.save."
+            "wrapper. Copy the model, a wrapper in flatshard.sharded_modules(model), or the values "
+            "(into a new module). To save the model, call flatshard.checkpoint.save."
         )
 
     @property

@@ -12,6 +12,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.forward import Forward
 from flatshard.engine.gradients import GradSync
+from flatshard.engine.handle import CHANGE_MODEL
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Unit
@@ -216,9 +217,7 @@ class RootChecks:
             if param.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: its gradients would not be "
-                    "averaged over ranks. Add it before wrapping, or freeze it. To keep trained "
-                    "values, call full_state_dict(model) on all ranks, load it on rank 0 into the "
-                    "new model, and wrap that on all ranks with sync_module_states=True."
+                    f"averaged over ranks. Add it before wrapping, or freeze it. {CHANGE_MODEL}"
                 )
 
 

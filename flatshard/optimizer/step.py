@@ -200,7 +200,7 @@ def check_reduced(handles: list[FlatParamHandle], world: Communicator, *, reduce
 
     ``reduces``: whether the last forward began outside of ``no_sync``. If True, either all ranks
     have such gradients or none has, so the ranks do not communicate. If False, this call is
-    collective: all ranks of ``world``.
+    collective: all ranks of ``world`` must make the call.
     """
     error = None
     if shown := [unit_text(handle.unit.name) for handle in handles if handle.grads.is_shown()]:

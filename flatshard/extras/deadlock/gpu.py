@@ -292,9 +292,10 @@ def _wait_at(place: Place, since: float, gathers: Set[Hashable]) -> BlockedWait 
 
 
 def _place_of(thread: int) -> Place | None:
-    """Return where ``thread``, or a thread of autograd, may be waiting for the GPU, or None.
+    """Return where ``thread`` or a thread of autograd may be waiting for the GPU.
 
-    Every thread that Python did not start counts as a thread of autograd, which runs hooks.
+    Returns None if neither is waiting. Autograd's threads run hooks, which may wait, too. Every
+    thread that Python did not start counts as a thread of autograd.
     """
     of_python = python_threads()
     # Do not keep a frame while the slow `_can_wait` runs: a frame keeps the function's variables

@@ -152,8 +152,8 @@ class Awaited:
     def wait(self) -> None:
         """Wait for the record.
 
-        Raises ``RuntimeError`` if the record does not arrive within the timeout, if the process
-        cannot be read any more, or if ``is_given_up`` is set.
+        Raises ``RuntimeError`` if the record does not arrive within the timeout, if the memory of
+        the other rank's process cannot be read any more, or if ``is_given_up`` is set.
         """
         process = self._process
         # Do not wait if another wait for the same process has timed out since this object was made:

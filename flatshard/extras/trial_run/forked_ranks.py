@@ -451,7 +451,7 @@ def _watch(recorder: Recorder, method: str) -> None:
 
 
 def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> Any:
-    """Call ``fn`` here, for this rank. Scripts get this function as torch's ``spawn``."""
+    """Call ``fn`` in this process, for this rank. In the script, this function is ``spawn``."""
     if f"{nprocs}" != os.environ["WORLD_SIZE"]:
         raise ValueError(f"the script starts {nprocs} ranks by itself: --nproc-per-node {nprocs}")
     fn(int(os.environ["RANK"]), *args)
