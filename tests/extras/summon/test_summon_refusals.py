@@ -101,7 +101,7 @@ def _drop_on_rank_1(run: Run) -> None:
 _DROPPED = (_drop_on_rank_1, {"with_grads": True}, r"'fc1.weight'.*None on rank 1")
 REFUSED: list[tuple[str, Callable[[Run], object], dict[str, bool], str]] = [
     ("full", lambda run: None, {"rank0_only": True}, "needs writeback=False"),
-    ("full", _replace_weight, {}, r"'fc1.weight'.*replaced after wrapping"),
+    ("full", _replace_weight, {}, r"'fc1.weight'.*replaced or removed after wrapping"),
     ("full", *_DROPPED),
     ("no_shard", *_DROPPED),
 ]
