@@ -18,18 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.engine.forward import call_of, surround_calls
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
+from flatshard.module import wrappers
 from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating
 from flatshard.module.settings import ProcessGroups, Settings
-from flatshard.module.wrappers import (
-    handles_in,
-    state_dicts_in,
-    unit_modules,
-    unit_of,
-    units_between_steps,
-    wrappers_in,
-)
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
 from flatshard.options import BackwardPrefetch, CPUOffload, ShardingStrategy
@@ -176,7 +169,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     @property
     def _sharded_unit(self) -> Unit:
-        return unit_of(self)
+        return wrappers.unit_of(self)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.
@@ -482,7 +475,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         context, world = self._sharded_unit.context, self._sharded_unit.settings.topology.world
         for extension in context.extensions:
             extension.needs_gradients("clip_grad_norm_()")
-        handles = handles_in(self)
+        handles = wrappers.handles_in(self)
         optimizer_step.check_alike(handles, world)
         limits = max_norm, norm_type, error_if_nonfinite, foreach
         with ExitStack() as stack:
@@ -639,7 +632,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: a forward of the model is running.
         """
         options = model_state.StateDictOptions(is_sharded=True)
-        with temporarily(state_dicts_in(self), options=options):
+        with temporarily(wrappers.state_dicts_in(self), options=options):
             return self.state_dict()
 
     def load_state_dict(
@@ -671,7 +664,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         members = *self.module.named_parameters(), *self.module.named_buffers()
         own = model_state.without_ddp_prefix(dict(state_dict), {name for name, _ in members})
         missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
-        for handle in handles_in(self):
+        for handle in wrappers.handles_in(self):
             handle.page_out()
         return missing_and_unexpected
 
@@ -722,8 +715,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: a forward or backward of the model is running; ``optim_state_dict`` is
                 the state dict of another rank's optimizer.
         """
-        units = units_between_steps(model, "optim_state_dict()")
-        options = model_state.options_of(state_dicts_in(model))
+        units = wrappers.units_between_steps(model, "optim_state_dict()")
+        options = model_state.options_of(wrappers.state_dicts_in(model))
         to_cpu = options.optim_offload_to_cpu if offload_to_cpu is None else offload_to_cpu
         device = torch.device("cpu") if to_cpu else None
         state = OptimState(model, optim, units)
@@ -777,7 +770,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 options, or ranks passed different state.
             RuntimeError: a forward or backward of the model is running.
         """
-        units = units_between_steps(model, "optim_state_dict_to_load()")
+        units = wrappers.units_between_steps(model, "optim_state_dict_to_load()")
         state = OptimState(model, optim, units)
         loaded = state.to_load(optim_state_dict, by_name=is_named_optimizer)
         if load_directly:
@@ -830,7 +823,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         names = extra("torch_names", "ShardedWrapper.set_state_dict_type()")
         options = names.read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         before = ShardedWrapper.get_state_dict_type(module)
-        for part in state_dicts_in(module):
+        for part in wrappers.state_dicts_in(module):
             part.options = options
         return before
 
@@ -842,7 +835,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: units have different settings.
         """
         names = extra("torch_names", "ShardedWrapper.get_state_dict_type()")
-        return names.as_torch(model_state.options_of(state_dicts_in(module)))
+        return names.as_torch(model_state.options_of(wrappers.state_dicts_in(module)))
 
     @staticmethod
     def state_dict_type(
@@ -854,7 +847,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Call ``set_state_dict_type``, and restore the earlier settings after the context."""
         names = extra("torch_names", "ShardedWrapper.state_dict_type()")
         options = names.read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        return temporarily(state_dicts_in(module), options=options)
+        return temporarily(wrappers.state_dicts_in(module), options=options)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -903,7 +896,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 assert flat_param.shape == (flat_param.flat_layout.shard_numel,)
             ```
         """
-        return [handle.flat_param for handle in handles_in(self)]
+        return [handle.flat_param for handle in wrappers.handles_in(self)]
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost wrapper."""
@@ -917,8 +910,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
         """Return a wrapper for each module of a unit, or only the outermost, as in FSDP1."""
-        made: dict[nn.Module, Any] = {one.module: one for one in wrappers_in(module)}
-        found = unit_modules(module, nested=not root_only)
+        made: dict[nn.Module, Any] = {one.module: one for one in wrappers.wrappers_in(module)}
+        found = wrappers.unit_modules(module, nested=not root_only)
         return [made.get(inner) or _wrapper_of(inner) for inner in found]
 
     def __getattr__(self, name: str) -> Any:

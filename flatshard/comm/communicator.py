@@ -256,9 +256,8 @@ class Communicator(Members):
         wire = sent.to(self.host.device) if self.is_gloo or sent.is_cpu else sent
         came = wire.new_empty(sum(expected))
         name = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
-        if wire.device.type == self.host.device.type:
-            group = self.host.group
-        else:
+        group = self.host.group
+        if wire.device.type != self.host.device.type:
             group = self.gather_group
             self.history.begin(group, what=compared_name(op_name))
         with named(name):

@@ -130,10 +130,9 @@ def forget_destroyed() -> None:
             one = _communicators.pop((group, mode))
             if one.size == 1:
                 continue
-            made = made_here()
             # Abort first: after an error, another rank may never begin a collective that this rank
             # has begun, and the destructor of a gloo group would wait for it until the timeout.
-            for part in {one.gather_group, one.reduce_group, one.host.group} & made:
+            for part in {one.gather_group, one.reduce_group, one.host.group} & made_here():
                 abort(part)
 
 

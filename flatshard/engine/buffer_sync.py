@@ -1,7 +1,7 @@
 """``BufferSync``: broadcasts module buffers (``register_buffer``) of rank 0 before a forward."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,11 +83,23 @@ class BufferSync:
             # comparison. All ranks run the same program, so all ranks come here, and can compare
             # whether their new buffers have the same dtypes, shapes and devices.
             self.tally(world.maxima(self.votes(), op_name=op_name))
-        sent = []
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for place, before in self._agreed.items():
-            buffer = present.get(place)
-            sent.append(before if buffer is None or _kind(buffer) != _kind(before) else buffer)
-        broadcast_buffers(sent, world, op_name, self.source)
+            buffer = present.get(place, before)
+            buffer = buffer if _kind(buffer) == _kind(before) else before
+            groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        with torch.no_grad():
+            for group in groups.values():  # send one message per dtype and device
+                flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
+                world.broadcast(flat, op_name=op_name, source=self.source)
+                if world.rank == self.source:
+                    continue
+                pieces = zip(flat.split([buffer.numel() for buffer in group]), group, strict=True)
+                theirs = [piece.view(buffer.shape) for piece, buffer in pieces]
+                # Keep the version counters: otherwise autograd would see an in-place edit of
+                # tensors saved for backward, and raise.
+                with _unsafe_preserve_version_counter(tuple(group)):
+                    torch._foreach_copy_(group, theirs)
 
     def votes(self) -> bytes:
         """Return a digest of the buffers' dtypes, shapes and devices, to compare between ranks."""
@@ -113,27 +125,3 @@ def _kind(buffer: Tensor) -> Any:
 
 def _kinds(buffers: Buffers) -> list[Any]:
     return [_kind(buffer) for buffer in buffers.values()]
-
-
-def broadcast_buffers(
-    buffers: Sequence[Tensor], world: Communicator, op_name: str, source: int
-) -> None:
-    """Overwrite the ``buffers`` of every rank with the ``buffers`` of rank ``source``. Collective.
-
-    Sends one message per dtype and device.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in buffers:
-        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    with torch.no_grad():
-        for group in kinds.values():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
-            world.broadcast(flat, op_name=op_name, source=source)
-            if world.rank == source:
-                continue
-            pieces = flat.split([buffer.numel() for buffer in group])
-            theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, group, strict=True)]
-            # Keep the version counters: otherwise autograd would see an in-place edit of tensors
-            # saved for backward, and raise.
-            with _unsafe_preserve_version_counter(tuple(group)):
-                torch._foreach_copy_(group, theirs)

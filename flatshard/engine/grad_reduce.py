@@ -216,7 +216,8 @@ class GradReduce:
         self._out = values = self._out.to(plan.dtypes.reduce_dtype)
         if second is plan.flat.topology.replicate and not plan.adds_replicas:
             return second.all_reduce(values, unit_fqn=plan.flat.unit_name)
-        values = _padded(values, second.size)
+        if missing := -values.numel() % second.size:
+            values = torch.cat([values, values.new_zeros(missing)])
         self._out = values.new_empty(values.numel() // second.size, dtype=plan.second_sum_dtype)
         if second is plan.flat.topology.replicate:
             return self._reduce_scatter(second, values, plan.tags[2], "all_reduce")
@@ -226,7 +227,7 @@ class GradReduce:
         """Start the third stage: all-gather the averages over the replicate group."""
         plan, replicate, part = self._plan, self._plan.flat.topology.replicate, self._out
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
-        self._out = full[: plan.intra_numel]  # leaves out the zeros that `_padded` appended
+        self._out = full[: plan.intra_numel]  # leaves out the zeros of `_second_stage`
         return replicate.all_gather(
             Gather(part, full, plan.flat.unit_name, plan.tags[2], "", exact=True, reduced=True)
         )
@@ -276,12 +277,6 @@ def zero(pieces: list[Tensor]) -> None:
     """Zero all ``pieces``, with a single kernel on an accelerator."""
     if pieces:
         torch._foreach_zero_(pieces)
-
-
-def _padded(values: Tensor, size: int) -> Tensor:
-    """Return ``values`` with zeros appended, so that the length is a multiple of ``size``."""
-    missing = -values.numel() % size
-    return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

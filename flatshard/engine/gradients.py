@@ -31,14 +31,9 @@ from flatshard.comm.work import CollectiveError
 from flatshard.engine.grad_reduce import GradReduce, ReducePlan, zero
 from flatshard.memory import BufferCache, copy_stream, on_copy_stream, storage_bytes
 from flatshard.precision import get_grad, put_grad, set_grad
+from flatshard.tensor import sharded_tensor
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import (
-    ASSIGNED,
-    UNREDUCED_UNITS,
-    FlatShardTensor,
-    local_range,
-    version_of,
-)
+from flatshard.tensor.sharded_tensor import ASSIGNED, FlatShardTensor, local_range, version_of
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -339,12 +334,12 @@ class Gradients:
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self.plan.device
         )
-        rank = self.plan.flat.topology.index
         for index, slot in self.slots.items():
             spec = self._params[index].spec
             part[spec.range].copy_(spec.slice(slot))
         if self.intra_reduced is not None:
-            first = self._layout.shard_range(rank)[0] - self.plan.intra_start
+            first, _ = self._layout.shard_range(self.plan.flat.topology.index)
+            first -= self.plan.intra_start
             part.add_(self.intra_reduced.narrow(0, first, self._layout.shard_numel))
         return part
 
@@ -447,7 +442,7 @@ class Gradients:
                 # gradient of an earlier backward: a step with this gradient would leave out the
                 # accumulated gradients.
                 grad.unreduced_unit = original.spec.unit
-                UNREDUCED_UNITS.add(original.spec.unit)
+                sharded_tensor.UNREDUCED_UNITS.add(original.spec.unit)
                 self.shown[original] = grad, version_of(grad), is_view
 
     def is_shown(self) -> bool:

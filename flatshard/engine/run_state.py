@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from flatshard.options.extras import EXTRAS
 from flatshard.units.module_tree import unit_text
 
 
-@contextlib.contextmanager
+@contextmanager
 def temporarily(objects: Iterable[Any], **values: Any) -> Iterator[None]:
     """Set attributes of each object inside the context, and restore the attributes afterwards."""
-    with contextlib.ExitStack() as undo:
+    with ExitStack() as undo:
         for one in objects:
             for name, value in values.items():
                 undo.callback(setattr, one, name, getattr(one, name))
@@ -63,11 +62,8 @@ class RunState:
         # rank.
         groups = [world]
         for topology in (unit.topology for unit in self.units if unit.handles):
-            groups += (
-                topology.intra_group,
-                topology.inter_group,
-                topology.post_forward_group or world,
-            )
+            groups += topology.intra_group, topology.inter_group
+            groups.append(topology.post_forward_group or world)
         self.gather_groups = [group for group in dict.fromkeys(groups) if group.size > 1]
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
@@ -222,7 +218,7 @@ class RunState:
             # unit, only second stages of gradient reductions (across nodes) may start.
             purpose = "other" if unit is None else "reduce"
         # `enter_context` starts the spans now, a little before the caller's `with` begins.
-        stack = contextlib.ExitStack()
+        stack = ExitStack()
         for watcher in self.watchers:
             stack.enter_context(watcher.span(kind, unit, purpose, ends))
         if unit is not None and kind in (Kind.STARTING, Kind.GATHER_WAIT):

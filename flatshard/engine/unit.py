@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -121,7 +120,7 @@ class Unit:
         self.settings, self.ignored = settings, ignored
         self.placement, self.topology = settings.placement, settings.topology
         # The outermost wrapper of each model that contains the unit (several if wrapped again).
-        self.roots: WeakSet[nn.Module] = WeakSet()
+        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.is_root, self.is_summoned = True, False  # summoned: inside of `summon_full_params`
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False

@@ -275,10 +275,9 @@ def plan_backward(model: nn.Module, *, reduces: bool) -> None:
 
 def _plan_syncs(units: Sequence[Unit], limit: int | None, replicas_only: bool) -> list[GradSync]:
     """Return, for each unit, which reductions a backward under ``no_sync`` does."""
-    rest = GradSync.SHARD_ONLY if replicas_only else GradSync.FULL
     if limit is None:
         return [GradSync.SHARD_ONLY if replicas_only else GradSync.ACCUMULATE] * len(units)
-    syncs = [rest] * len(units)
+    syncs = [GradSync.SHARD_ONLY if replicas_only else GradSync.FULL] * len(units)
     # Begin with the smallest units: then ``limit`` saves the collectives of the most units.
     for nbytes, index in sorted((_gradient_bytes(unit), unit.index) for unit in units):
         if nbytes <= limit:

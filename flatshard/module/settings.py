@@ -1,9 +1,8 @@
 """``Settings``: the checked values of the keywords of ``ShardedWrapper`` for one unit."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -118,7 +117,7 @@ class Settings:
     mixed_precision: MixedPrecision
     coalesce_bytes: int
     boundary: str | int
-    cpu_offload: CPUOffload = dataclasses.field(default_factory=CPUOffload)
+    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.AUTO
     forward_prefetch: bool = True
     broadcast_buffers: bool = True
@@ -179,9 +178,7 @@ class Settings:
                 f"policy can set only allow_divergence, {', '.join(sorted(_PER_UNIT))}."
             )
         keeps_secondary = placement.regather_size is not None or placement.over_all
-        changed = dataclasses.replace(
-            self, strategy=strategy, placement=placement, **read_values(own)
-        )
+        changed = replace(self, strategy=strategy, placement=placement, **read_values(own))
         gather_dtype = changed.mixed_precision.gather_dtype
         if gather_dtype is not None and keeps_secondary:
             raise NotImplementedError(

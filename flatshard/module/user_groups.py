@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, Communicator
-from flatshard.comm.consistency import Facts, agreed
+from flatshard.comm.consistency import agreed
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import control_of, ranks_text
 from flatshard.comm.ranks import Ranks, communicator, subgroup
@@ -133,16 +133,11 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
         for their_place, their_crossing in host.gather((place, members[1 - place]), _COMPARING):
             known[their_place].add(members[place])
             known[1 - their_place].add(their_crossing)
-
-    def check() -> tuple[Set[_Group], Facts]:
-        if (problem := _grid_problem(rows, columns)) is not None:
-            raise ValueError(problem)
-        return rows, {}
-
-    return agreed(check, hosts.values(), _COMPARING, "")
+    return agreed(lambda: (_check_grid(rows, columns), {}), hosts.values(), _COMPARING, "")
 
 
-def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
+def _check_grid(rows: Set[_Group], columns: Set[_Group]) -> Set[_Group]:
+    """Return the shard groups ``rows``, or raise ValueError if the groups are not a grid."""
     remedy = (
         "Every rank must be in one shard group and one replicate group, all shard groups equally "
         "large, each replicate group with one rank of every shard group."
@@ -151,13 +146,14 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
         by_size = {len(group): group for group in groups}
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
-            return f"{_PAIR}: {kind} groups {first} and {second} have different sizes. {remedy}"
+            text = f"{_PAIR}: {kind} groups {first} and {second} have different sizes. {remedy}"
+            raise ValueError(text)
     # Convert each group to a set only once: `product` returns each group many times.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
-            return (
+            raise ValueError(
                 f"{_PAIR}: shard group ({ranks_text(sorted(row))}) and replicate group "
                 f"({ranks_text(sorted(column))}) share {len(row & column)} ranks, expected 1. "
                 f"{remedy}"
             )
-    return None
+    return rows

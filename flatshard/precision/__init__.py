@@ -12,10 +12,9 @@ the hooks that users registered before wrapping, which see the tensors of the ca
 """
 
 import copy
-import dataclasses
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -58,11 +57,11 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype) if leaf.is_floating_point() else leaf
     if isinstance(leaf, PackedSequence):
         return leaf._replace(data=_cast_leaf(leaf.data, dtype))
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+    if not is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
-    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-    cast = {name: cast_floats(value, dtype) for name, value in fields.items()}
-    if all(cast[name] is fields[name] for name in fields):
+    values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+    cast = {name: cast_floats(value, dtype) for name, value in values.items()}
+    if all(cast[name] is values[name] for name in values):
         return leaf
     twin = copy.copy(leaf)
     for name, value in cast.items():

@@ -110,7 +110,11 @@ class UnitStateDict:
     def _after_save(self, _: nn.Module, state_dict: StateDict, prefix: str, *rest: Any) -> None:
         if not self._leave():
             return
-        options = self.requested()
+        # While torch's `get_state_dict` runs, its options replace the unit's.
+        options, asked = self.options, torch_request()
+        if asked is not None:
+            only_rank_0 = is_for_rank_0(asked)
+            options = StateDictOptions(not asked.full_state_dict, asked.cpu_offload, only_rank_0)
         if options.is_sharded:
             self.check_names()
             for handle in self.unit.handles:
@@ -135,12 +139,6 @@ class UnitStateDict:
                 "other parameters of the same names, but a sharded checkpoint keeps one parameter "
                 "per name. Save the unit's state dict separately, under other names."
             )
-
-    def requested(self) -> StateDictOptions:
-        """Return the options of torch's ``get_state_dict`` while it runs, otherwise the unit's."""
-        if (asked := torch_request()) is None:
-            return self.options
-        return StateDictOptions(not asked.full_state_dict, asked.cpu_offload, is_for_rank_0(asked))
 
     def _before_load(
         self, module: nn.Module, state_dict: StateDict, prefix: str, metadata: StateDict, *rest: Any
@@ -198,9 +196,8 @@ def _replace_by_full(
     for key, param in param_of_key.items():
         value = state_dict.pop(key) if not is_saving else state_dict[key]
         # The program may have computed the entry from the parameter (`_save_to_state_dict`, hooks).
-        is_computed = isinstance(value, FlatShardTensor) and not value.shard_origin.is_fixed
         entry = full_of.get(param)
-        if is_computed:
+        if isinstance(value, FlatShardTensor) and not value.shard_origin.is_fixed:
             entry = param.spec.unsplit(value.full_tensor().to(device))
         if is_saving:
             state_dict[key] = entry

@@ -11,9 +11,8 @@ torch raise when an operation reads the memory, in C++ too. If the installed tor
 the read crashes the process, and ``python -X faulthandler`` prints the line.
 """
 
-import functools
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ def forbid(storage: int, unit: str, rank: int) -> None:
         sharded_tensor.set_access_error(storage, _message(unit, rank))
 
 
-@functools.cache  # because this function is called for every unit in every step
+@cache  # because this function is called for every unit in every step
 def _message(unit: str, rank: int) -> str:
     return (
         f"{unit_text(unit)}, rank {rank}: a view of an unsharded parameter (weight[0], "
