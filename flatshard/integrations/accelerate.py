@@ -20,6 +20,7 @@ from torch import nn
 
 from flatshard import checkpoint
 from flatshard.module.run import plan_backward
+from flatshard.optimizer.adapter import all_params
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
@@ -228,9 +229,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         rest: list[Any] = list(self._optimizers)  # type: ignore[has-type]
         for model in models:
             ids = {id(param) for param in model.parameters()}
-            own = [
-                one for one in rest if ids & {id(p) for g in one.param_groups for p in g["params"]}
-            ]
+            own = [one for one in rest if not ids.isdisjoint(map(id, all_params(one)))]
             rest = [one for one in rest if one not in own]
             trained += [(model, one.optimizer) for one in own] or [(model, None)]
         if rest:

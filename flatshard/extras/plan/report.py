@@ -5,13 +5,12 @@ The options of the command ``flatshard plan`` are the keywords of ``plan``.
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import json
 import pkgutil
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -212,7 +211,7 @@ class TrainingPlan:
     name: str
     target: Target
     choices: Sequence[Choice]
-    changes: dict[str, Choice] = dataclasses.field(default_factory=dict)
+    changes: dict[str, Choice] = field(default_factory=dict)
 
     @property
     def best(self) -> Choice | None:
@@ -407,7 +406,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The docstring of `plan` explains each option in an item of a list: "- ``name``: text".
     items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
     texts = {name: " ".join(text.replace("`", "").split()) for name, text in items}
-    for one in dataclasses.fields(Target):
+    for one in fields(Target):
         name, kind = one.name, int if one.type is int else str
         if name in ("build", "step", "auto_wrap_policy"):
             continue  # no value of this field can be written on a command line
@@ -421,5 +420,5 @@ def run(options: dict[str, Any]) -> None:
     """Print the plan for ``options``. Raises ValueError if the options cannot be used."""
     as_json = options.pop("json")
     made = plan(**options)
-    found = [dataclasses.asdict(one) for one in made.choices]
+    found = [asdict(one) for one in made.choices]
     print(json.dumps(found, indent=1) if as_json else made)

@@ -379,17 +379,14 @@ def _emptied(module: nn.Module, dtypes: dict[Any, torch.dtype]) -> Iterator[dict
     with contextlib.ExitStack() as stack:
         for own in [inner.__dict__ for inner in module.modules()]:
             for place in (own["_parameters"], own["_buffers"], own):
-                stack.callback(_restore, place, {**place})
+                # Callbacks run in reverse order: first clear, to drop new attributes (the `forward`
+                # of a checkpoint, and kept fake tensors).
+                stack.callback(place.update, {**place})
+                stack.callback(place.clear)
                 # Look into lists, too: `nn.LSTM` computes with a list of its parameters.
                 found = {k: replaced(v) for k, v in place.items() if isinstance(v, Tensor | list)}
                 place.update(found)
         yield made
-
-
-def _restore(place: dict[str, Any], before: dict[str, Any]) -> None:
-    # Clear first, to drop new attributes: the `forward` of a checkpoint, and kept fake tensors.
-    place.clear()
-    place.update(before)
 
 
 @contextlib.contextmanager

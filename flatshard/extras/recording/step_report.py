@@ -1,9 +1,8 @@
 """``StepReport``: the time and memory of a rank in a step, as data and as a table."""
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 from flatshard.engine.events import Kind
@@ -111,8 +110,8 @@ class StepReport:
     peak_held_bytes: int
     peak_allocated_bytes: int | None
     peak_resident_bytes: int
-    memory: tuple[MemorySample, ...] = dataclasses.field(repr=False)
-    ranges: tuple[Range, ...] = dataclasses.field(repr=False)
+    memory: tuple[MemorySample, ...] = field(repr=False)
+    ranges: tuple[Range, ...] = field(repr=False)
 
     @property
     def other_seconds(self) -> float:
@@ -139,7 +138,7 @@ class StepReport:
             *("unit", "forward", "backward", "starting", "all-gather wait", "reduce wait"),
             *("all-gather fwd", "all-gather bwd", "reduced"),
         )
-        figures = [dataclasses.astuple(unit)[1:] for unit in self.units]
+        figures = [astuple(unit)[1:] for unit in self.units]
         names = [unit.name or "(root)" for unit in self.units]
         sums = [sum(column) for column in zip(*figures, strict=True)]
         rows = [

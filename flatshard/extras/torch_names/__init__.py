@@ -11,6 +11,7 @@ names in torch.
 
 import difflib
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from flatshard.engine.gradients import GradSync
@@ -112,11 +113,15 @@ _MISSING = {
 }
 MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name in names.split()}
 
+# The attributes that have the same name in `Settings`.
+_SETTINGS = """device mixed_precision cpu_offload backward_prefetch forward_prefetch
+    broadcast_buffers""".split()
+
 # Attributes of torch's wrappers, which a ShardedWrapper also has, read-only.
 ATTRIBUTES: dict[str, Callable[[Unit], Any]] = {
     # Whether the backward after the next forward reduces all gradients over all ranks.
     "require_backward_grad_sync": lambda one: {*one.context.syncs} == {GradSync.FULL},
-    "device": lambda one: one.settings.device,
+    **{name: attrgetter(f"settings.{name}") for name in _SETTINGS},
     "device_type": lambda one: one.settings.device.type,
     "device_ids": lambda one: (
         None if one.settings.device.index is None else [one.settings.device.index]
@@ -125,16 +130,11 @@ ATTRIBUTES: dict[str, Callable[[Unit], Any]] = {
     "find_unused_parameters": lambda _: True,
     "static_graph": lambda _: False,
     "_set_static_graph": lambda _: lambda: None,
-    "broadcast_buffers": lambda one: one.settings.broadcast_buffers,
     "forward_sync_buffers": lambda one: one.settings.broadcast_buffers,
     "dim": lambda _: 0,
     "rank": lambda one: one.settings.ranks.world.rank,
     "world_size": lambda one: one.settings.ranks.world.size,
     "compute_device": lambda one: one.settings.device,
-    "mixed_precision": lambda one: one.settings.mixed_precision,
-    "cpu_offload": lambda one: one.settings.cpu_offload,
-    "backward_prefetch": lambda one: one.settings.backward_prefetch,
-    "forward_prefetch": lambda one: one.settings.forward_prefetch,
     "limit_all_gathers": lambda _: True,
 }
 

@@ -364,7 +364,12 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, adapters.State]:
         """Divide the owners' optimizer state into shards on all ranks; return them. Collective."""
         if self._params and self.mode is StepMode.ON_EVERY_RANK:
-            self._check_same_state(optimizer)
+            # If an optimizer calls collectives itself, a parameter's state may change on one rank
+            # only. Then all ranks raise.
+            states = ((param.spec.name, optimizer.state.get(param, {})) for param in self._params)
+            values = comparable(states, enumerate(optimizer.param_groups))
+            for comm in self._all_comms():
+                check_same_state(values, comm.host, type(optimizer).__name__)
             return {}
         shared: dict[FlatShardTensor, adapters.State] = {}
         moved: list[Moved] = []
@@ -391,16 +396,6 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
                 shared[param] = map_state(sharded.get, state)
         whole.scatter(moved, "optimizer state, to the shards")
         return shared
-
-    def _check_same_state(self, optimizer: Optimizer) -> None:
-        """Raise ValueError on all ranks unless all ranks have the same state. Collective.
-
-        If an optimizer calls collectives itself, a parameter's state may change on one rank only.
-        """
-        states = ((param.spec.name, optimizer.state.get(param, {})) for param in self._params)
-        values = comparable(states, enumerate(optimizer.param_groups))
-        for comm in self._all_comms():
-            check_same_state(values, comm.host, type(optimizer).__name__)
 
 
 # ------------------------------------------------------------ owners
