@@ -52,6 +52,13 @@ class CollectiveWatch:
         """Return the file and line of the user's program that this thread runs."""
         return ""
 
+    def take_turn(self, last: int) -> int:
+        """Return the id of this thread, which now uses a model that thread ``last`` used before.
+
+        Raises CollectiveError if thread ``last`` is still in a forward, backward or collective.
+        """
+        return threading.get_ident()
+
 
 @cache
 def watch() -> CollectiveWatch:
@@ -97,6 +104,7 @@ class History:
         # Whether ranks compare descriptions before collectives. False inside of `join()`: a rank
         # without input begins a collective only after another rank has begun it.
         self.announces = True
+        self._thread = 0  # id of the thread that began the latest collective
         self.described: Hashable = None  # the kind (see `begin`) of collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far
 
@@ -117,6 +125,8 @@ class History:
         description, for comparisons between ranks. Returns a condition that holds once all other
         ranks have begun this collective. Raises if ranks began different collectives earlier.
         """
+        if threading.get_ident() != self._thread:
+            self._thread = watch().take_turn(self._thread)
         if self.make_error is not None:
             raise self.make_error()
         kind = group.group_name if kind is None else kind

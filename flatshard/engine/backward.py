@@ -45,8 +45,8 @@ from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit, written_since_forward
 from flatshard.tensor.sharded_tensor import untraced
 
-# The ``Backward`` objects of all models on which a backward has begun. Used by `_may_reduce_early`.
-_running: weakref.WeakSet[Backward] = weakref.WeakSet()
+# The ``Backward`` objects of all models on which a backward has begun.
+BEGUN: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 class Backward:
@@ -75,11 +75,12 @@ class Backward:
     @property
     def is_running(self) -> bool:
         """Whether this model's backward is running now, on this thread."""
-        return (
-            self.is_active
-            and torch._C._current_graph_task_id() != -1
-            and self._end_callback() is not None
-        )
+        return self.is_unfinished and torch._C._current_graph_task_id() != -1
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether this model's backward is running now, on any thread."""
+        return self.is_active and self._end_callback() is not None
 
     def begin(self) -> bool:
         """Begin this model's backward, unless it has begun already.
@@ -100,7 +101,7 @@ class Backward:
         for extension in self._state.extensions:
             extension.begin_backward()
         self.is_active, self._graph_task = True, graph_task
-        _running.add(self)
+        BEGUN.add(self)
         # Autograd calls `_end` after the last node. If the backward fails, autograd drops the
         # callback instead. Then Python calls `_fail`, because the callback is freed.
         callback = partial(self._end)
@@ -122,7 +123,7 @@ class Backward:
         ranks, and a transport that matches reductions by order (NCCL) would mix the two models. So
         the second model starts all reductions in its ``_end``, after the ``_end`` of the first.
         """
-        return all(not other.is_running for other in _running if other is not self) or all(
+        return all(not other.is_running for other in BEGUN if other is not self) or all(
             handle.grads.plan.is_unordered for handle in self._state.handles
         )
 

@@ -29,6 +29,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
+from threading import get_ident
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from flatshard.comm.work import CollectiveError
+from flatshard.comm.work import CollectiveError, watch
 from flatshard.engine.backward import Backward
 from flatshard.engine.events import Kind
 from flatshard.engine.prefetch import Prefetch
@@ -56,6 +57,7 @@ class Forward:
         self._state = state
         self._backward, self._prefetch = backward, prefetch
         self._root_module = root_module  # `RootChecks` (`module.run`)
+        self._thread = 0  # id of the thread that called a module last
         # Units that were unsharded for an operation outside of their own forward, in order. Each
         # entry: the number of nested forwards around the operation, and the unit.
         self._used_outside: list[tuple[int, Unit]] = []
@@ -119,6 +121,11 @@ class Forward:
                     handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
 
     # ------------------------------------------------------------ a module's forward
+
+    def take_turn(self) -> None:
+        """Raise CollectiveError if another thread is in a forward or backward of the model."""
+        if get_ident() != self._thread:
+            self._thread = watch().take_turn(self._thread)
 
     @untraced  # a compiled caller runs this method without compilation, between two graphs
     def before_module(
@@ -427,6 +434,8 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
                 "module of a ShardedWrapper. Instead of copy.copy(model.module), call "
                 "copy.deepcopy(model)."
             )
+        # Outside of `try`, which would end the other thread's call.
+        unit.forward.take_turn()
         try:
             args, kwargs = unit.forward.before_module(unit, module, args, kwargs) or (args, kwargs)
             output = inner(*args, **kwargs)

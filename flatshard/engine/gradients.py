@@ -31,9 +31,14 @@ from flatshard.comm.work import CollectiveError
 from flatshard.engine.grad_reduce import GradReduce, ReducePlan, zero
 from flatshard.memory import BufferCache, copy_stream, on_copy_stream, storage_bytes
 from flatshard.precision import get_grad, put_grad, set_grad
-from flatshard.tensor import sharded_tensor
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import ASSIGNED, FlatShardTensor, local_range, version_of
+from flatshard.tensor.sharded_tensor import (
+    ASSIGNED,
+    UNREDUCED_UNITS,
+    FlatShardTensor,
+    local_range,
+    version_of,
+)
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -442,7 +447,7 @@ class Gradients:
                 # gradient of an earlier backward: a step with this gradient would leave out the
                 # accumulated gradients.
                 grad.unreduced_unit = original.spec.unit
-                sharded_tensor.UNREDUCED_UNITS.add(original.spec.unit)
+                UNREDUCED_UNITS.add(original.spec.unit)
                 self.shown[original] = grad, version_of(grad), is_view
 
     def is_shown(self) -> bool:

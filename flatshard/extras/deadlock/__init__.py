@@ -22,7 +22,7 @@ from functools import cache, partial
 from itertools import chain
 from typing import Any
 
-from flatshard.comm.work import CollectiveWatch, History, waits_by_thread, watched
+from flatshard.comm.work import CollectiveError, CollectiveWatch, History, waits_by_thread, watched
 from flatshard.extras.deadlock import detector, gpu, program
 from flatshard.extras.deadlock.detector import Deadlock
 from flatshard.extras.deadlock.program import UNKNOWN, BlockedWait, OwnWait
@@ -36,6 +36,13 @@ _REMEDY = (
     "uses DistributedDataParallel, the wait never ends: wrap the same model on every rank, and "
     "call forward, backward, state_dict() and every other collective on every rank, not under `if "
     "rank == 0:`."
+)
+
+_TWO_THREADS = (
+    "thread {!r} used a model while thread {!r} was in a forward, backward or collective ({}). So "
+    "ranks may begin collectives in different orders. Let one thread at a time use the models of a "
+    "process group, in the same order on all ranks: join() the other thread first. To save in the "
+    "background, call flatshard.checkpoint.save(..., async_=True)."
 )
 
 _END_SECONDS = 5.0  # at exit, maximum time to wait for the end of a running check
@@ -96,6 +103,21 @@ class Watchdog(CollectiveWatch):
 
     def program_line(self) -> str:
         return program.line_of(threading.get_ident())
+
+    def take_turn(self, last: int) -> int:
+        me = threading.current_thread()
+        # Autograd's threads are dummies: they work for a thread of the program, which waits. And
+        # flatshard's own threads use process groups of their own.
+        if isinstance(me, threading._DummyThread) or me.name.startswith(program.OUR_THREADS):
+            return last
+        if program.is_in_step(last):
+            before = next((one.name for one in threading.enumerate() if one.ident == last), "")
+            text = _TWO_THREADS.format(me.name, before, program.line_of(last))
+            # The ranks' collectives may differ from now on, so let all later ones raise.
+            for history in detector.known_histories():
+                history.make_error = partial(CollectiveError, text)
+            raise CollectiveError(text)
+        return threading.get_ident()
 
     def _start(self) -> None:
         # A forked process has neither the thread nor the waits of its parent.

@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d
 
 from flatshard.comm.process_groups import abort
 from flatshard.comm.work import WaitCondition
+from flatshard.engine.backward import BEGUN
 from flatshard.extras import is_program, program_line
 
 PROGRAM = "the program's own"  # kind of the collectives called by the user's program
@@ -45,6 +46,8 @@ OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
 _C10D = distributed_c10d.__file__
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+# Folders of flatshard: while a thread runs code there, it is in a step, or runs a collective.
+_STEPS = tuple(f"{Path(__file__).parents[2] / one}{os.sep}" for one in ("comm", "engine", "tensor"))
 # Folders of torch whose threads never begin a collective: data loading and compilation.
 _HARMLESS = tuple(_TORCH + part + os.sep for part in ("utils/data", "_inductor"))
 
@@ -199,6 +202,16 @@ def python_threads() -> set[int]:
     """Return the ids of the threads that Python has started. Autograd's threads are left out."""
     threads = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
     return {one.ident or 0 for one in threads}
+
+
+def is_in_step(thread: int) -> bool:
+    """Whether a thread is in a forward, backward or collective, and waits for no other thread."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code.co_filename == threading.__file__:
+        return False
+    frames = [one for one, _ in traceback.walk_stack(frame)]
+    is_in_backward = any(one.is_unfinished for one in BEGUN) and any(map(_is_in_backward, frames))
+    return is_in_backward or any(one.f_code.co_filename.startswith(_STEPS) for one in frames)
 
 
 def _is_in_backward(frame: FrameType) -> bool:

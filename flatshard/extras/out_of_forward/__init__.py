@@ -33,9 +33,16 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.memory import checksum
 from flatshard.precision import get_grad, tensors_in
-from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, Source, is_collective, untraced
+from flatshard.tensor.sharded_tensor import (
+    FlatShardTensor,
+    Source,
+    is_collective,
+    is_counted,
+    is_unreduced,
+    sharded_in,
+    untraced,
+)
 from flatshard.units.module_tree import unit_text
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
@@ -100,7 +107,7 @@ class OutOfForwardUse(ParamOwner):
         # Between steps, also accept sharded tensors that were computed with plain tensors, such as
         # a target network's new value. `full_tensor` raises if plain tensors differ between ranks.
         most = Source.GRADIENTS if writes or self._state.is_running else Source.OTHER
-        if any(sharded_tensor.is_unreduced(t) or t.spec not in self._handles for t in sharded):
+        if any(is_unreduced(t) or t.spec not in self._handles for t in sharded):
             return NotImplemented
         if any(t.shard_origin.is_arriving or t.shard_origin.source > most for t in sharded):
             return NotImplemented
@@ -191,7 +198,7 @@ class OutOfForwardUse(ParamOwner):
         if is_outermost:
             forward.begin()
             state.depth += 1
-        packs = not sharded_tensor.is_counted()
+        packs = not is_counted()
         if packs:
             forward.saved.push()
         failed = True
@@ -245,7 +252,7 @@ def _writes(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operation, according to its name, writes in place to a sharded tensor."""
     name = getattr(func, "__name__", "")
     in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2:] != "__")
-    return in_place and next(sharded_tensor.sharded_in(args[:1]), None) is not None
+    return in_place and next(sharded_in(args[:1]), None) is not None
 
 
 # ------------------------------------------------------------ results that must not be written

@@ -339,6 +339,32 @@ def test_a_second_thread_that_lives_is_said(rank: int, world_size: int) -> None:
     assert any("2 threads of this process communicate" in line for line in lines), lines
 
 
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@on_ranks(2)
+def test_two_threads_in_one_model_are_refused(rank: int, world_size: int, place: str) -> None:
+    """Each rank names both threads, and both end."""
+    model, inputs, _ = _begin(rank)
+    is_inside = threading.Event()
+
+    def hold(*_: Any) -> None:
+        is_inside.set()
+        time.sleep(0.5)
+
+    def train() -> None:
+        output = model(inputs)
+        output.register_hook(hold)
+        output.sum().backward()
+
+    if place == "forward":
+        model.module.fc2.register_forward_pre_hook(hold)
+    with ThreadPoolExecutor(1, "other") as pool:
+        other = pool.submit(train)
+        is_inside.wait()
+        expected = "thread 'MainThread' used a model while thread 'other_0' was in a forward"
+        assert_raises(CollectiveError, expected, model, inputs)
+        assert_raises(CollectiveError, expected, other.result)
+
+
 def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
     """Waits in an accelerator's own thread for backward are watched as those of its program."""
     begun, over, dog = threading.Event(), threading.Event(), deadlock.Watchdog()
