@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 # Without gradients: after a backward, autograd refuses to run in a forked process.
-with warnings.catch_warnings(), torch.no_grad():
-    warnings.simplefilter("ignore")  # the compiler's own
+with warnings.catch_warnings(action="ignore"), torch.no_grad():  # the compiler's own
     model = nn.Linear(2, 2)
     for backend in ("eager", "aot_eager"):
         torch.compile(model, backend=backend)(torch.ones(2, 2))

@@ -311,11 +311,11 @@ class Case:
         model = self.build()
         return model.double() if dtype == torch.float64 else model
 
-    def wrap(self, model: nn.Module, **keywords: Any) -> ShardedWrapper:
-        """``model`` with this case's units; a policy among ``keywords`` goes before them."""
+    def wrap(self, model: nn.Module | None = None, **keywords: Any) -> ShardedWrapper:
+        """``model``, by default a new one, with this case's units or a policy in ``keywords``."""
         if self.units:
             keywords.setdefault("auto_wrap_policy", ModuleWrapPolicy(self.units))
-        return ShardedWrapper(model, **keywords)
+        return ShardedWrapper(self.model() if model is None else model, **keywords)
 
     def batch(
         self, step: int, rows: int, dtype: torch.dtype = torch.float64

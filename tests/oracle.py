@@ -125,7 +125,7 @@ def assert_trains_alike(
 ) -> None:
     """Training ``model``, or a model wrapped with ``keywords``, equals training the plain model."""
     expected = train(case, world_size)
-    model = model or case.wrap(case.model(), **keywords)
+    model = model or case.wrap(**keywords)
     train_steps(model, sgd(model), case, rank, world_size)
     assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
 
@@ -138,7 +138,7 @@ def trained(
     case: Case, rank: int, world_size: int, **keywords: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of three steps of the model, wrapped with these keywords."""
-    model = case.wrap(case.model(), **keywords)
+    model = case.wrap(**keywords)
     return train_steps(model, sgd(model), case, rank, world_size, steps=3), snapshot(model)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from tests.models import CASES, Case, loss_of
-from tests.oracle import OPTIMIZERS, ROWS, assert_same, local_loss, trainable
+from tests.oracle import OPTIMIZERS, ROWS, assert_same, local_loss, step_and_zero, trainable
 from tests.ways import WAYS
 
 TOLERANCE = 1e-12
@@ -55,8 +55,7 @@ class Run:
         return self.model(self.case.batch(100, 3)[0])
 
     def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        step_and_zero(self.optimizer)
 
     def train(self, first: int = 0, last: int = 2) -> None:
         for step in range(first, last):
@@ -83,7 +82,7 @@ def pair(
 ) -> tuple[Run, Run]:
     """The same model sharded and unwrapped."""
     case = CASES[case] if isinstance(case, str) else case
-    sharded = case.wrap(case.model(), **{**WAYS[way].keywords, **keywords})
+    sharded = case.wrap(**{**WAYS[way].keywords, **keywords})
     return Run(sharded, case, rank, world_size), Run(case.model(), case, rank, world_size)
 
 

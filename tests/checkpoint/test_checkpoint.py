@@ -315,7 +315,7 @@ def test_safetensors_wait_for_an_async_save(rank: int, world_size: int, tmp_path
 
 @on_ranks(2)
 def test_async_saves_do_not_mix_with_training(rank: int, world_size: int, tmp_path: Path) -> None:
-    model = CASE.wrap(CASE.model())
+    model = CASE.wrap()
     optimizer = OPTIMIZERS["adamw"](trainable(model))
     expected: dict[int, dict[str, Tensor]] = {}
     for step in range(6):

@@ -245,8 +245,7 @@ def test_incomplete_dcp_folder(tmp_path: Path) -> None:
     with allow_warnings(UserWarning):
         dcp.save({"a": torch.ones(50)}, checkpoint_id=tmp_path / "a", no_dist=True)
     file = next((tmp_path / "a").glob("*.distcp"))
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
+    file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"distcp is incomplete: expected \d+ bytes"):
         open_source(tmp_path / "a")
     file.unlink()

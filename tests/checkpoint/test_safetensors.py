@@ -15,7 +15,7 @@ from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.checkpoint import load_safetensors, save_safetensors
 from flatshard.checkpoint import safetensors as files
 from flatshard.collectives import record
-from tests.harness import allow_warnings, full_disk, naming, on_ranks, run_ranks
+from tests.harness import allow_warnings, assert_raises, full_disk, naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_identical, snapshot, train_steps, trainable
 from tests.ways import WAYS, ranks_of
@@ -270,8 +270,7 @@ def test_cast_buffers(rank: int, world_size: int, tmp_path: Path) -> None:
     hooked.register_state_dict_post_hook(_copy_scale)
     model = ShardedWrapper(hooked)
     for function in (save_safetensors, load_safetensors):
-        with pytest.raises(ValueError, match=r"'scale' \(replaced by a hook\)"):
-            function(model, tmp_path)
+        assert_raises(ValueError, r"'scale' \(replaced by a hook\)", function, model, tmp_path)
 
 
 def _copy_scale(_: nn.Module, state_dict: dict[str, Tensor], *rest: Any) -> None:
@@ -296,8 +295,7 @@ def test_a_rank_that_cannot_write(rank: int, world_size: int, tmp_path: Path) ->
         assert path.read_bytes() == before
         assert [one.name for one in tmp_path.iterdir()] == [path.name]
         torch.distributed.barrier()
-    with pytest.raises(OSError, match="File exists"):
-        save_safetensors(model, path / "model.safetensors")
+    assert_raises(OSError, "File exists", save_safetensors, model, path / "model.safetensors")
     save_safetensors(model, path)  # as before, and all ranks still together
     assert path.read_bytes() == before
 
@@ -313,8 +311,7 @@ def test_a_rank_that_cannot_read(rank: int, world_size: int, tmp_path: Path) -> 
         assert not model(inputs).any()
     failing = mock.patch.object(files, "_read", side_effect=OSError("the disk is gone"))
     with failing if rank == 1 else nullcontext():
-        with pytest.raises(OSError, match=r"rank 1: the disk is gone"):
-            load_safetensors(model, tmp_path)
+        assert_raises(OSError, r"rank 1: the disk is gone", load_safetensors, model, tmp_path)
     # What the other rank has read is seen, and not what was gathered before.
     plain = CASES["mlp"].model(torch.float32)
     plain.load_state_dict(snapshot(model))

@@ -61,8 +61,7 @@ def test_swapped_norms_raise(rank: int, world_size: int) -> None:
                     place = rf"rank {number} (in|began) \[.*, at \S*test_host_exchange.py:\d+: "
                     error.match(place)
         # Afterwards the ranks are in step, and values are right.
-        expected = torch.linalg.vector_norm(weight.full_tensor())
-        torch.testing.assert_close(weight.norm(), expected)
+        torch.testing.assert_close(weight.norm(), torch.linalg.vector_norm(weight.full_tensor()))
         assert weight.detach().norm() == weight.data.norm() == weight.norm()
 
 

@@ -76,7 +76,7 @@ def test_in_the_middle_of_a_step(case: tuple[Any, ...]) -> None:
 def _step_with_a_bad_rank(rank: int, world_size: int, *failure: Any) -> str:
     strategy, where, fail, collectives = failure
     case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
+    model = case.wrap(sharding_strategy=strategy, collectives=collectives)
     optimizer = sgd(model)
 
     def step(number: int) -> None:

@@ -30,8 +30,7 @@ def _train_narrow_ways(
         with naming(keywords):
             model = case.wrap(case.model(torch.float32), wire_dtype=torch.bfloat16, **keywords)
             assert "sockets, bfloat16" in model.unit_report()
-            optimizer = sgd(model)
-            train_steps(model, optimizer, case, rank, world_size, dtype=torch.float32)
+            train_steps(model, sgd(model), case, rank, world_size, dtype=torch.float32)
             ends.append(snapshot(model))
             # bfloat16 keeps 8 bits; what is sent is rounded in every step, sums are not.
             assert_same_state(ends[-1], expected, 0.0, 3e-2)

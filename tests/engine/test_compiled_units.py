@@ -196,8 +196,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> N
     penalty = sum(param.square().sum() for param in model.parameters())
     (model(rows).square().mean() + 0.01 * penalty).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
 
 
 @compiling

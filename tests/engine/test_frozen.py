@@ -267,7 +267,7 @@ def test_units_within_checkpoints(rank: int, world_size: int, way: str) -> None:
     ]
     for case in cases:
         with naming(case.name), allow_warnings(UserWarning, "None of the inputs have"):
-            model = case.wrap(case.model(), **WAYS[way].keywords)
+            model = case.wrap(**WAYS[way].keywords)
             with model.no_sync():  # dropped: it only has to run
                 local_loss(model, case, 0, rank, world_size).backward()
             model.zero_grad()
@@ -299,8 +299,7 @@ def test_frozen_while_a_rank_skips_it(rank: int, world_size: int, options: dict[
 
     torch.manual_seed(0)
     module = Composed(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
-    policy = ModuleWrapPolicy({nn.Linear})
-    model = ShardedWrapper(module, auto_wrap_policy=policy, **options)
+    model = ShardedWrapper(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
     for step in range(4):
         if step:  # all ranks freeze and thaw, also rank 1, which skips the unit
             model.module.first.weight.requires_grad_(step > 1)

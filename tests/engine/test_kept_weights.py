@@ -81,8 +81,7 @@ def test_weight_kept_from_forward(rank: int, world_size: int, collectives: str, 
         keeper = _Keeper(numel)
         keywords = {"sharding_strategy": strategy, "collectives": collectives}
         keywords["backward_prefetch"] = "BACKWARD_PRE"
-        policy = ModuleWrapPolicy({nn.Linear})
-        model = ShardedWrapper(keeper, auto_wrap_policy=policy, **keywords)
+        model = ShardedWrapper(keeper, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **keywords)
         for _ in range(2):
             out = model(x).pow(2).mean()
             (kept,) = keeper.kept

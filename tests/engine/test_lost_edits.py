@@ -67,8 +67,7 @@ def _changed(num_steps: int, change: Callable[[Any], object]) -> Callable[[dict[
     """After some steps, change a wrapped model of two layers, and call it again."""
 
     def run(keywords: dict[str, Any]) -> None:
-        module = nn.Sequential(nn.Sequential(_layer()), _layer())
-        model = ShardedWrapper(module, **keywords)
+        model = ShardedWrapper(nn.Sequential(nn.Sequential(_layer()), _layer()), **keywords)
         for _ in range(num_steps):
             model(torch.randn(2, 4)).sum().backward()
         change(model)
@@ -190,7 +189,7 @@ def test_a_copy_on_one_rank_alone(rank: int, world_size: int) -> None:
     """A copy that only one rank makes does not change how later models are told apart."""
     case = CASES["mlp"]
     for _ in range(2):
-        model = case.wrap(case.model(), sharding_strategy="NO_SHARD")
+        model = case.wrap(sharding_strategy="NO_SHARD")
         model(case.batch(rank, 2)[0]).sum().backward()
         if rank == 0:
             copy.deepcopy(model)

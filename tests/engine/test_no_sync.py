@@ -23,8 +23,7 @@ def test_accumulated_gradients_that_the_program_reads(
 ) -> None:
     """Reading is no edit, also where the shown values are a copy; a kept tensor stays in .grad."""
     case = CASES["mlp"]
-    policy = MixedPrecision(param_dtype=dtype)
-    model = case.wrap(case.model(), mixed_precision=policy)
+    model = case.wrap(mixed_precision=MixedPrecision(param_dtype=dtype))
     params = [param for param in model.parameters() if isinstance(param, FlatShardTensor)]
     optimizer = torch.optim.SGD(params, lr=0.1)
     for step in range(3):
@@ -69,7 +68,7 @@ def test_ranks_with_different_numbers_of_micro_batches(
     for name in ("mlp", "batch-norm", "unused", "checkpointed", "tied-across-units", "lstm"):
         case = CASES[name]
         plain = nn.parallel.DistributedDataParallel(case.model(), find_unused_parameters=True)
-        model = case.wrap(case.model(), sharding_strategy=strategy)
+        model = case.wrap(sharding_strategy=strategy)
         for one in (plain, model):
             optimizer = sgd(one)
             for step, counts in enumerate(_COUNTS[world_size]):

@@ -88,8 +88,7 @@ def _wrap(model: nn.Module, strategy: str, **keywords: Any) -> Any:
 def _train_zoo(rank: int, world_size: int, strategy: str) -> Trained:
     expected = kept_strides(_zoo())
     model = _wrap(_zoo(), strategy)
-    optimizer = sgd(model)
-    losses = train_steps(model, optimizer, ZOO, rank, world_size, dtype=DTYPE)
+    losses = train_steps(model, sgd(model), ZOO, rank, world_size, dtype=DTYPE)
     assert model.module.seen == expected
     assert strides_of_parameters(model) == expected
     state = snapshot(model)

@@ -146,7 +146,7 @@ def test_late_reads_of_a_recomputed_forward(rank: int, world_size: int, way: str
 
 
 def _wrap(case: Case, way: str) -> ShardedWrapper:
-    return case.wrap(case.model(), **WAYS[way].keywords)
+    return case.wrap(**WAYS[way].keywords)
 
 
 LAYERS = [f"layers.{index}" for index in range(4)]

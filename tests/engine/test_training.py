@@ -141,8 +141,7 @@ def test_a_backward_under_no_sync_on_one_rank_alone(rank: int, world_size: int) 
                 plain = Run(case.model(), case, rank, world_size)
                 settings = {"sharding_strategy": strategy, "collectives": collectives}
                 with mapping() if collectives == "auto" else contextlib.nullcontext():
-                    model = case.wrap(case.model(), **settings)
-                    sharded = Run(model, case, rank, world_size)
+                    sharded = Run(case.wrap(**settings), case, rank, world_size)
                     sharded.train(0, 2)
                     with sharded.no_sync():
                         loss = sharded.loss(2)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, options
 from flatshard.wrap import ModuleWrapPolicy
+from tests.oracle import step_and_zero
 from tests.ways import WAYS
 
 ROWS = 4
@@ -196,10 +197,7 @@ class Side:
 
     # -------------------------------------------------- data and training
 
-    def step(self, *optimizers: torch.optim.Optimizer) -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    step = staticmethod(step_and_zero)
 
     def learn(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         """One step of training."""

@@ -36,8 +36,7 @@ QUIET = {
 def as_under_torchrun() -> Iterator[None]:
     """The environment of torchrun, without warnings: frameworks warn of much that tests lack."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         yield
 
 

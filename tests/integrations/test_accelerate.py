@@ -278,8 +278,7 @@ def test_refuses(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=r"compile blocks before prepare\(\): block.compile"):
             ours(dynamo_backend="eager")
         unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as said:
             model = ours(kwargs_handlers=[unused]).prepare(nn.Sequential(nn.Linear(2, 2)))
         assert rank > 0 or "unused parameters are always found" in str(said[0].message)
         assert isinstance(model, ShardedWrapper)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same, assert_trains_alike, snapshot
 
@@ -58,8 +58,7 @@ def _flags() -> None:
 def _use_orig_params(rank: int) -> None:
     """FSDP1's keyword, of which ranks may pass different values."""
     values = [None, True, rank == 0, False]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         models = [ShardedWrapper(Mlp(), use_orig_params=value) for value in values]
     notes = ["ShardedWrapper ignores use_orig_params: parameters keep their names and shapes"]
     assert [str(one.message) for one in caught] == (notes if rank == 0 else [])
@@ -96,13 +95,11 @@ def _state(rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = "load_state_dict: expected a dict of tensors by name, got"
     for value in (None, 1, [("fc1.weight", 0)]):
-        with pytest.raises(TypeError, match=expected):
-            model.load_state_dict(value)
+        assert_raises(TypeError, expected, model.load_state_dict, value)
     # One rank's mistake is every rank's error.
     odd = "adam" if rank else optimizer
     expected = r"expected a torch\.optim\.Optimizer, got 'adam'"
-    with pytest.raises((TypeError, ValueError), match=expected):
-        ShardedWrapper.optim_state_dict(model, odd)
+    assert_raises((TypeError, ValueError), expected, ShardedWrapper.optim_state_dict, model, odd)
     state = ShardedWrapper.optim_state_dict(model, optimizer)
     with pytest.raises((TypeError, ValueError), match=expected):
         ShardedWrapper.optim_state_dict_to_load(model, odd, state)
@@ -155,7 +152,7 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
 def test_around_a_sharded_model(rank: int, world_size: int) -> None:
     """DistributedDataParallel gave the parameters of all ranks the values of rank 0's."""
     case = CASES["mlp"]
-    model = case.wrap(case.model())
+    model = case.wrap()
     for name, make in MAKERS.items():
         for module in (model, nn.Sequential(nn.Linear(7, 7), model)):
             expected = f"^{name} cannot wrap a ShardedWrapper: .* leave"
@@ -163,7 +160,7 @@ def test_around_a_sharded_model(rank: int, world_size: int) -> None:
                 make(module)
     assert_trains_alike(case, rank, world_size, model)
     # A loop over the blocks of a model meets no wrapper.
-    model = CASES["mlp"].wrap(CASES["mlp"].model(), auto_wrap_policy=None)
+    model = CASES["mlp"].wrap(auto_wrap_policy=None)
     for name in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
         with naming(name), pytest.raises(ValueError, match=f"^{name} cannot wrap a ShardedWrapper"):
             MAKERS[name](next(model.module.children()))
@@ -257,5 +254,4 @@ def _attributes_of_fsdp(rank: int, world_size: int) -> None:
     assert ours.backward_prefetch is BackwardPrefetch.AUTO
     assert ours.forward_prefetch is True
     for name in (*missing, "_fsdp_wrapped_module"):
-        with pytest.raises(AttributeError, match=f"{name} is not available .*: use"):
-            getattr(ours, name)
+        assert_raises(AttributeError, f"{name} is not available .*: use", getattr, ours, name)

@@ -41,10 +41,9 @@ def test_one_process_without_a_process_group(rank: int, world_size: int) -> None
     for strategy in ShardingStrategy:
         with naming(strategy):
             with pytest.warns(UserWarning, match="no process group") as caught:
-                model = case.wrap(case.model(), sharding_strategy=strategy)
+                model = case.wrap(sharding_strategy=strategy)
             assert len(caught) == 1, [str(one.message) for one in caught]
-            optimizer = sgd(model)
-            assert train_steps(model, optimizer, case, rank, world_size) == expected.losses
+            assert train_steps(model, sgd(model), case, rank, world_size) == expected.losses
             assert_same_state(model.state_dict(), expected.state, 0.0, 0.0)
 
 
@@ -168,7 +167,7 @@ def test_a_second_wrapper_and_a_policy_without_units_warn(rank: int, world_size:
         model = ShardedWrapper(Mlp(), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
     assert flatshard.sharded_modules(model) == [model]
     case = CASES["mlp"]
-    inner = case.wrap(case.model())
+    inner = case.wrap()
     with rank_0_warns(rank, "the module, a Mlp, .*Wrap the module once"):
         model = ShardedWrapper(inner)
     assert_trains_alike(case, rank, world_size, model)
@@ -235,8 +234,7 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
 @on_ranks(2, group_timeout=5.0)
 def test_a_warning_that_is_an_error_leaves_no_rank_waiting(rank: int, world_size: int) -> None:
     """Only rank 0 warns, after its last collective."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         keywords = {"bucket_cap_mb": 1, "sync_module_states": True}
         if rank == 0:
             assert_raises(UserWarning, "ShardedWrapper ignores", ShardedWrapper, Mlp(), **keywords)

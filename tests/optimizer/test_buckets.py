@@ -69,7 +69,7 @@ def test_norms_and_means_of_state(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     for kind, make in KINDS.items():
         with naming(kind):
-            plain, model = case.model(), case.wrap(case.model())
+            plain, model = case.model(), case.wrap()
             expected, optimizer = make(trainable(plain)), make(trainable(model))
             train_steps(model, optimizer, case, rank, world_size, steps=2)
             for step in range(2):

@@ -57,8 +57,7 @@ class Parts(nn.Module):
 
 
 def _wrapped(way: str) -> ShardedWrapper:
-    policy = ModuleWrapPolicy((Part,))
-    return ShardedWrapper(Parts(), auto_wrap_policy=policy, **WAYS[way].keywords)
+    return ShardedWrapper(Parts(), auto_wrap_policy=ModuleWrapPolicy((Part,)), **WAYS[way].keywords)
 
 
 class Pair:
@@ -174,8 +173,7 @@ def test_not_finite(rank: int, world_size: int, way: str, value: float) -> None:
             _assert_close(pair.wrapped.clip_grad_norm_(1.0, order), expected)
             pair.assert_same_gradients()
             pair.backward()
-            total = nn.utils.clip_grad_norm_(pair.wrapped.parameters(), 1.0, order)
-            _assert_close(total, expected)
+            _assert_close(nn.utils.clip_grad_norm_(pair.wrapped.parameters(), 1.0, order), expected)
             if not expected.isfinite():
                 pair.backward()
                 clip_all = partial(nn.utils.clip_grad_norm_, list(pair.wrapped.parameters()))
@@ -285,8 +283,7 @@ def test_slope_of_a_norm(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 param.copy_(plain)
             plain.requires_grad_()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the parameter is all-gathered for its norm
+            with warnings.catch_warnings(action="ignore"):  # that it is all-gathered for this
                 for tensor in (param, plain):
                     torch.linalg.vector_norm(tensor, order).backward()
             _assert_close(param.grad.full_tensor(), plain.grad)

@@ -20,7 +20,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, diagonal
 from tests.harness import naming, on_ranks
 from tests.models import Composed
-from tests.oracle import ROWS
+from tests.oracle import ROWS, step_and_zero
 from tests.side import TOLERANCE
 from tests.ways import BASIC, select
 
@@ -105,8 +105,7 @@ class Program:
     def train(self, steps: int) -> None:
         for step in range(steps):
             self.loss(step).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            step_and_zero(self.optimizer)
 
     def roll_back(self) -> None:
         with torch.no_grad():

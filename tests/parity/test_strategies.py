@@ -81,7 +81,7 @@ def test_groups(rank: int, world_size: int) -> None:
 
 
 def _wrapped_with(keywords: Keywords, case: Case) -> ShardedWrapper:
-    return case.wrap(case.model(), **keywords)
+    return case.wrap(**keywords)
 
 
 # ---------------------------------------------------------------- a strategy for each unit
@@ -223,8 +223,7 @@ def test_units_on_other_ranks(rank: int, world_size: int) -> None:
 def test_failing_second_stage_names_the_unit(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD")
-    run = Run(model, case, rank, world_size)
+    run = Run(case.wrap(sharding_strategy="HYBRID_SHARD"), case, rank, world_size)
     run.train(0, 1)
     if rank == 3:
         os._exit(1)

@@ -104,7 +104,7 @@ def _reductions_are_connected_at_construction() -> None:
             for _ in range(2):
                 precision = MixedPrecision(reduce_mode=mode)
                 keywords = {"sharding_strategy": strategy, "mixed_precision": precision}
-                case.wrap(case.model(), collectives="native", **keywords)
+                case.wrap(collectives="native", **keywords)
             large = [(name, numel) for name, numel in connected if numel > 2]
             assert (large, len(connected)) == (expected, 2 * len(expected)), (strategy, mode)
             connected.clear()
@@ -112,7 +112,7 @@ def _reductions_are_connected_at_construction() -> None:
 
 def _memory_that_lacks_leaves_no_stale_buffer() -> None:
     case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
+    model = case.wrap(sharding_strategy="SHARD_OP", collectives="sockets")
     batch = case.batch(0, 2)[0]
     model(batch).sum().backward()
     sgd(model).step()
@@ -192,7 +192,7 @@ def test_what_a_group_without_host_memory_does(rank: int, world_size: int) -> No
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     case = CASES["transformer"]
     with mock.patch.object(model_plan, "LARGE_BYTES", 1):
-        model = case.wrap(case.model(), coalesce_bytes=0)
+        model = case.wrap(coalesce_bytes=0)
     _reductions_under_way_take_as_much_as_two_large_ones(model)
     local_loss(model, case, 0, 0, 4).backward()
     names: list[str] = []
@@ -213,7 +213,7 @@ def test_what_a_group_without_host_memory_does(rank: int, world_size: int) -> No
 def _one_rank_casts_as_it_copies() -> None:
     case = CASES["mlp"]
     precision = MixedPrecision(torch.bfloat16)
-    model = case.wrap(case.model(), sharding_strategy="NO_SHARD", mixed_precision=precision)
+    model = case.wrap(sharding_strategy="NO_SHARD", mixed_precision=precision)
     (handle, *_) = _handles(model)
     names: list[str] = []
     with _listed(names):

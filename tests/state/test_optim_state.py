@@ -74,7 +74,7 @@ def _grouped(model: nn.Module) -> torch.optim.Optimizer:
 @on_ranks()
 def test_groups_and_schedulers(rank: int, world_size: int) -> None:
     plain = CASE.model()
-    model = CASE.wrap(CASE.model())
+    model = CASE.wrap()
     saved = {}
     for one in (plain, model):
         optimizer = _grouped(one)
@@ -89,14 +89,13 @@ def test_groups_and_schedulers(rank: int, world_size: int) -> None:
     assert saved[model]["param_groups"][1]["lr"] == 0.002 / 8
 
     # Groups are found by the parameters in them, in whatever order.
-    groups = saved[model]["param_groups"]
-    backwards = {**saved[model], "param_groups": groups[::-1]}
+    backwards = {**saved[model], "param_groups": saved[model]["param_groups"][::-1]}
     optimizer = _grouped(model)
     load(model, optimizer, backwards, load_directly=True)
     assert [group.get("tag") for group in optimizer.param_groups] == ["matrices", None]
     _assert_alike(save(model, optimizer), saved[model], 0.0)
 
-    other = CASE.wrap(CASE.model())
+    other = CASE.wrap()
     with pytest.raises(ValueError, match=r"parameters '.*' and '.*' are in one group.*decay"):
         load(other, OPTIMIZERS["adamw"](trainable(other)), saved[plain])
 
@@ -142,7 +141,7 @@ def test_names_for_positions(rank: int, world_size: int) -> None:
         "param_groups": [{**group, "params": [f"module.{name}" for name in group["params"]]}],
     }
     for way in CHOSEN.values():
-        model = case.wrap(case.model(), **way.keywords)
+        model = case.wrap(**way.keywords)
         for given in (named.state_dict(), expected, under_ddp):
             optimizer = torch.optim.AdamW(model.named_parameters())
             load(model, optimizer, given, load_directly=True)
@@ -160,7 +159,7 @@ def test_names_for_positions(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_result_is_whole_and_apart(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
-    model = case.wrap(case.model())
+    model = case.wrap()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(2), case, rank, world_size)
     with record() as events:
@@ -220,7 +219,7 @@ def test_dtypes(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
-    model = case.wrap(case.model())
+    model = case.wrap()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, range(2), case, rank, world_size)
     saved = save(model, optimizer)
@@ -282,7 +281,7 @@ def test_one_ranks_state() -> None:
 def _one_ranks_state(rank: int, world_size: int, states: list[StateDict] | None) -> StateDict:
     """Goes into the same place; elsewhere the first step at the latest refuses it."""
     case = CASES["mlp"]
-    model = case.wrap(case.model())
+    model = case.wrap()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     if states is not None:
         with pytest.raises(ValueError, match="only the parts of one rank"):
@@ -308,7 +307,7 @@ def _one_ranks_state(rank: int, world_size: int, states: list[StateDict] | None)
 
 def _other_layout(rank: int, world_size: int, states: list[StateDict]) -> None:
     case = CASES["mlp"]
-    model = case.wrap(case.model())
+    model = case.wrap()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     optimizer.load_state_dict(states[0])  # nothing of ours sees this yet
     loss_of_rows(model, case, 0, rank, world_size).backward()

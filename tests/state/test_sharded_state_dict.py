@@ -110,7 +110,7 @@ def _stage(
     folder: Path,
 ) -> StateDict | None:  # fmt: skip
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    model = CASE.model() if keywords is None else CASE.wrap(CASE.model(), **keywords)
+    model = CASE.model() if keywords is None else CASE.wrap(**keywords)
     optimizer = OPTIMIZERS[kind](trainable(model))
     job = (OwnJob if keywords == OWN else Job)(model, optimizer)
     if keywords == OWN:
@@ -195,7 +195,7 @@ def test_fsdp2_reads_and_writes_it(rank: int, world_size: int, tmp_path: Path) -
 
 @on_ranks(2)
 def test_saves_while_training_goes_on(rank: int, world_size: int, tmp_path: Path) -> None:
-    model = CASE.wrap(CASE.model())
+    model = CASE.wrap()
     optimizer = OPTIMIZERS["adamw"](trainable(model))
     job = Job(model, optimizer)
     train(model, optimizer, range(2), CASE, rank, world_size)
@@ -214,7 +214,7 @@ def test_saves_while_training_goes_on(rank: int, world_size: int, tmp_path: Path
 
 @on_ranks(2)
 def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
-    model = CASE.wrap(CASE.model())
+    model = CASE.wrap()
     hook = model.module.first.register_forward_hook(lambda *_: model.sharded_state_dict())
     assert_raises(RuntimeError, r"sharded state dict .* between steps", model, CASE.batch(0, 2)[0])
     hook.remove()
@@ -227,6 +227,6 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     ):
         with pytest.raises(RuntimeError, match=rf"is sharded and cannot be pickled.*{remedy}"):
             torch.save(kept, tmp_path / f"{rank}.pt")
-    other = CASE.wrap(CASE.model(), sharding_strategy="SHARD_OP", auto_wrap_policy=None)
+    other = CASE.wrap(sharding_strategy="SHARD_OP", auto_wrap_policy=None)
     with pytest.raises(RuntimeError, match=r"different shapes, strides or ranges"):
         other.load_state_dict(model.sharded_state_dict())

@@ -36,7 +36,7 @@ def test_equals_the_plain_models(rank: int, world_size: int, way: str) -> None:
 
 def _equals_the_plain_models(rank: int, world_size: int, case: Case, way: str) -> None:
     plain = case.model()
-    model = case.wrap(case.model(), **WAYS[way].keywords)
+    model = case.wrap(**WAYS[way].keywords)
     with naming("before the first forward"):
         _assert_same_everywhere(model, plain)
     model.eval()  # leaves batch norm's buffers alone
@@ -75,7 +75,7 @@ def _assert_same_everywhere(model: ShardedWrapper, plain: nn.Module) -> None:
 def test_loaded_on_one_rank_alone(rank: int, world_size: int, way: str) -> None:
     """Its parts would be of one model, and those of the other ranks of another model."""
     case = CASES["tied-in-unit"]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
+    model = case.wrap(**WAYS[way].keywords)
     early = model.state_dict()
     train_steps(model, sgd(model), case, rank, world_size)
     assert_identical(early, case.model().state_dict())  # training left it alone
@@ -94,7 +94,7 @@ def test_loaded_on_one_rank_alone(rank: int, world_size: int, way: str) -> None:
 def test_prefix_and_pickling(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     plain = case.model()
-    model = case.wrap(case.model())
+    model = case.wrap()
     assert_identical(model.state_dict(prefix="net."), plain.state_dict(prefix="net."))
     parent, plain_parent = nn.ModuleDict({"a": model}), nn.ModuleDict({"a": plain})
     assert_identical(parent.state_dict(), plain_parent.state_dict())
@@ -124,7 +124,7 @@ def test_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
     """Of the wrapper, the module in it and the parts: whole on rank 0, empty elsewhere."""
     for name in ("nested", "tied-across-units", "batch-norm"):
         case = CASES[name]
-        plain, model = case.model(), case.wrap(case.model(), **WAYS[way].keywords)
+        plain, model = case.model(), case.wrap(**WAYS[way].keywords)
         with naming(name), ShardedWrapper.state_dict_type(model, FULL, ON_RANK_0):
             for part, whole in plain.named_modules():
                 expected = whole.state_dict() if rank == 0 else {}
@@ -140,7 +140,7 @@ def test_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
 @on_ranks(2)
 def test_settings_of_state_dicts(rank: int, world_size: int) -> None:
     case = CASES["nested"]
-    model = case.wrap(case.model())
+    model = case.wrap()
     optimizer = sgd(model)
     train_steps(model, optimizer, case, rank, world_size, steps=1)
     on_rank_0 = fsdp.FullOptimStateDictConfig(rank0_only=True)
@@ -210,7 +210,7 @@ def test_load_from_a_plain_model_or_ddp(rank: int, world_size: int, way: str) ->
 
 def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
     case = CASES[name]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
+    model = case.wrap(**WAYS[way].keywords)
     # Something is gathered, and perhaps kept, that has to be forgotten.
     local_loss(model, case, 0, rank, world_size)
     state = _other_weights(name)
@@ -232,7 +232,7 @@ def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
 @on_ranks_each_way(2)
 def test_missing_and_unexpected_keys(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
+    model = case.wrap(**WAYS[way].keywords)
     plain = case.model()
     state = _other_weights("nested")
     for gone in ("outer.first.gain", "head.bias"):
@@ -251,8 +251,7 @@ def test_missing_and_unexpected_keys(rank: int, world_size: int, way: str) -> No
 @on_ranks_each_way(2)
 def test_a_refused_load_changes_nothing(rank: int, world_size: int, way: str) -> None:
     """The error about a wrong shape names the parameter."""
-    case = CASES["nested"]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
+    model = CASES["nested"].wrap(**WAYS[way].keywords)
     before = snapshot(model)
     # Transposed, flattened: the number of elements alone must not decide.
     for wrong in (torch.ones(3, 8), torch.ones(7, 3), torch.ones(21), torch.tensor(1.0)):

@@ -71,7 +71,7 @@ def test_offloaded(rank: int, world_size: int, is_on_disk: bool, tmp_path: Path)
     results = []
     for call, steps in ((dcp.save, range(2)), (dcp.load, range(5, 6))):
         with allow_warnings():
-            model = CASE.wrap(CASE.model(), cpu_offload=offload)
+            model = CASE.wrap(cpu_offload=offload)
             optimizer = OPTIMIZERS["adamw"](trainable(model))
             train(model, optimizer, steps, CASE, rank, world_size)
             get_state_dict(model, optimizer)
@@ -146,7 +146,7 @@ def test_broadcast_from_rank_0(rank: int, world_size: int) -> None:
     """Torch sends memory as it lies: channels_last arrived as other values, on some ranks."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     for case in (CASES["mlp"], CASE):
-        plain, model = case.model(), case.wrap(case.model())
+        plain, model = case.model(), case.wrap()
         theirs, optimizer = (OPTIMIZERS["adamw"](trainable(one)) for one in (plain, model))
         loss_of_rows(plain, case, 0, 0, 1).backward()
         theirs.step()
@@ -185,7 +185,7 @@ class RowMeansUnlessZero(RowMeans):
 def test_state_of_a_new_optimizer(rank: int, world_size: int, kind: type[RowMeans]) -> None:
     """`get_state_dict` first makes a step with gradients of zero."""
     case, plain = CASES["mlp"], CASES["mlp"].model()
-    model = case.wrap(case.model())
+    model = case.wrap()
     optimizers = [kind(one.parameters(), lr=0.1, momentum=0.9) for one in (model, plain)]
     with allow_warnings():
         get_state_dict(model, optimizers[0])
@@ -200,7 +200,7 @@ def test_state_of_a_new_optimizer(rank: int, world_size: int, kind: type[RowMean
 @on_ranks(2)
 def test_full_on_rank_0(rank: int, world_size: int, tmp_path: Path) -> None:
     """Rank 0 alone keeps copies, in host memory: by our functions and by torch's."""
-    model = CASE.wrap(CASE.model())
+    model = CASE.wrap()
     optimizer = OPTIMIZERS["adamw"](trainable(model))
     train(model, optimizer, range(2), CASE, rank, world_size)
     expected = model.state_dict(), ShardedWrapper.optim_state_dict(model, optimizer)

@@ -93,7 +93,7 @@ def _rank(rank: int, store: str, extras: list[str]) -> None:
     case = CASES["mlp"]
     expected = train_rank_by_rank(case, WORLD_SIZE)
     for strategy in STRATEGIES:
-        model = case.wrap(case.model(), sharding_strategy=strategy)
+        model = case.wrap(sharding_strategy=strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         losses = train_steps(model, optimizer, case, rank, WORLD_SIZE)
         total = torch.tensor(losses, dtype=torch.float64)

@@ -110,7 +110,7 @@ def test_apply(rank: int, world_size: int) -> None:
     """The same modules in the same order, the same numbers, and whole parameters."""
     for name in ("nested", "tied-across-units", "mlp"):
         case = CASES[name]
-        plain, model = case.model(), case.wrap(case.model())
+        plain, model = case.model(), case.wrap()
         seen: dict[nn.Module, list[str]] = {plain: [], model: []}
         with naming(name):
             for one, names in seen.items():

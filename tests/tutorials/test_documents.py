@@ -91,8 +91,7 @@ def _run_pieces(rank: int, world_size: int, pieces: list[Fence], folder: str) ->
         with contextlib.chdir(place), naming(fence), mock.patch.object(nn.Module, "compile", eager):
             for text in _alternatives(fence.text):
                 names = surroundings(text, rank)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+                with warnings.catch_warnings(action="ignore"):
                     exec(compile(text, f"{fence.document}: {fence.heading}", "exec"), names)
                     if check := CHECKS.get((fence.document, fence.heading)):
                         check(names, rank)

@@ -133,7 +133,7 @@ def test_large_parameters_of_the_root(rank: int, world_size: int) -> None:
     """The head is reduced before the blocks, the embedding after them."""
     case = CASES["transformer"]
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 11 * 8):
-        model = case.wrap(case.model())
+        model = case.wrap()
         policy = ModuleWrapPolicy(case.units)
         _, flats = plan_flats(case.model(), world_size=2, auto_wrap_policy=policy)
     root = model._sharded_unit.context.root

@@ -90,8 +90,7 @@ def _large() -> nn.Module:
 @on_ranks(2)
 def test_a_large_model_in_one_unit_is_warned_of(rank: int, world_size: int) -> None:
     for strategy in ("FULL_SHARD", "NO_SHARD"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             ShardedWrapper(_large(), sharding_strategy=strategy)
         messages = [str(one.message) for one in caught]
         if rank == 0 and strategy == "FULL_SHARD":

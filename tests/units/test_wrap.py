@@ -242,8 +242,7 @@ class TestNeverUnits:
 
     @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="newer torch")
     def test_linear_cross_entropy(self, policy: Any) -> None:
-        root = nn.Sequential(nn.LinearCrossEntropyLoss(4, 5))
-        assert names(find_units(root, policy)) == ["0"]
+        assert names(find_units(nn.Sequential(nn.LinearCrossEntropyLoss(4, 5)), policy)) == ["0"]
 
     def test_inside_shifted_window_attention(self, policy: Any) -> None:
         swin = pytest.importorskip("torchvision.models.swin_transformer")

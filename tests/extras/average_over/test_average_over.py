@@ -75,7 +75,7 @@ def test_every_strategy(rank: int, world_size: int, way: str) -> None:
     ways = {"uneven": ("op", "no_shard"), "replicas_only": ("native-hybrid", "hybrid-zero2")}
     for how in ("no_sync", *(how for how, some in ways.items() if way in some)):
         with naming(how):
-            model = case.wrap(case.model(), **WAYS[way].keywords)
+            model = case.wrap(**WAYS[way].keywords)
             _train(model, case, rank, how)
             assert_same(model, expected)
 
@@ -85,7 +85,7 @@ def test_every_strategy(rank: int, world_size: int, way: str) -> None:
 def test_one_rank_and_reduce_dtype(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     rounds = {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)}
-    model = case.wrap(case.model(), **rounds if world_size > 1 else {})
+    model = case.wrap(**rounds if world_size > 1 else {})
     _train(model, case, rank, scales=world_size > 1)
     tolerance = {"rtol": 0.1, "atol": 0.02} if world_size > 1 else {}
     assert_same(model, _train_plain(case, world_size), **tolerance)
@@ -99,7 +99,7 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
     """Gradients that the program or a failure drops take their counts along."""
     case = CASES["mlp"]
-    model: Any = case.wrap(case.model())
+    model: Any = case.wrap()
 
     def backward(number: int) -> None:
         model.average_over(_count(rank, 0, number))
@@ -143,7 +143,7 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
 def _as_before_any_count(model: Any, case: Case, rank: int) -> None:
     """Without counts, `join` and `no_sync(max_bytes=...)` give what they give without the extra."""
     grads = []
-    for one in (model, case.wrap(case.model())):
+    for one in (model, case.wrap()):
         with one.no_sync(max_bytes=100):
             _loss(one, case, rank, 0, 1).backward()
         one.zero_grad()
@@ -170,7 +170,7 @@ def _fail_in_backward(model: Any, case: Case, tensor: str) -> None:
 @on_ranks(2)
 def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
-    model: Any = case.wrap(case.model())
+    model: Any = case.wrap()
 
     def backward(*counts: Any) -> None:
         if counts[rank] is not None:
@@ -193,16 +193,16 @@ def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None
         raises("only some units", lambda: backward(1, 1))
     model.register_comm_hook("state", Averaging())
     raises("a communication hook is registered", lambda: backward(1, 1))
-    model = case.wrap(case.model())
+    model = case.wrap()
     model.average_over(1)
     model.register_comm_hook("state", Averaging())  # after the count
     raises("a communication hook is registered", _loss(model, case, rank, 0, 1).backward)
-    model = case.wrap(case.model())
+    model = case.wrap()
     model.average_over(1)
     model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))  # after the count
     raises(r"average_over\(\) needs all gradients", _loss(model, case, rank, 0, 1).backward)
     raises(r"average_over\(\) needs all gradients", lambda: backward(1, 1))
-    model = case.wrap(case.model())
+    model = case.wrap()
     with model.no_sync():
         backward(1, float("-inf"))
     raises("rank 1 passed the count -inf", lambda: backward(1, float("inf")))

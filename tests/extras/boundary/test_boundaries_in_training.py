@@ -25,7 +25,7 @@ BOUNDARIES: list[Boundary] = ["row", "tensor", 6]
 
 def _train(name: str, rank: int, world_size: int, **keywords: Any) -> tuple[Any, list[float]]:
     case = CASES[name]
-    model = case.wrap(case.model(), **keywords)
+    model = case.wrap(**keywords)
     return model, train_steps(model, sgd(model), case, rank, world_size, steps=3)
 
 
@@ -115,7 +115,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def _save(rank: int, world_size: int, folder: Path) -> Any:
     case = CASES["transformer"]
-    model = case.wrap(case.model(), boundary="row" if world_size == 3 else "tensor")
+    model = case.wrap(boundary="row" if world_size == 3 else "tensor")
     optimizer = _adamw(model)
     train_steps(model, optimizer, case, rank, world_size, steps=2)
     checkpoint.save(folder / "training", model, optimizer)
@@ -178,8 +178,7 @@ def test_plans_and_refusals(rank: int, world_size: int) -> None:
 
     keywords = {"auto_wrap_policy": CustomPolicy(wanted), "coalesce_bytes": 1 << 30}
     model = ShardedWrapper(_large(), **keywords)
-    report = model.unit_report()
-    assert "%)" in report
+    assert "%)" in model.unit_report()
     for boundary, policy in (("element", keywords), ("row", {}), ("tensor", {}), (256, {})):
         _, flats = plan_flats(_large(), world_size=2, boundary=boundary, **policy)
         if policy == {}:

@@ -80,7 +80,7 @@ def test_training_is_the_same_to_the_bit(rank: int, size: int, tmp_path: Path) -
             with naming(f"{name}, {kind}, {extra}, {mode}"):
                 figures = []
                 for offload in (None, mode):
-                    model = CASES[name].wrap(CASES[name].model(), cpu_offload=offload, **extra)
+                    model = CASES[name].wrap(cpu_offload=offload, **extra)
                     optimizer = OPTIMIZERS[kind](trainable(model))
                     figures.append(_train(Run(model, CASES[name], rank, size), optimizer))
                 _assert_equal(figures[1], figures[0])
@@ -102,8 +102,7 @@ def _wide() -> nn.Sequential:
 
 
 def _resident_bytes(kind: str = "RssFile") -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(rf"{kind}:\s+(\d+)", status)[0]) * 1024
+    return int(re.findall(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
 
 
 LINEARS = ModuleWrapPolicy({nn.Linear})

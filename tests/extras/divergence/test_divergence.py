@@ -137,5 +137,5 @@ def test_refused(rank: int, world_size: int) -> None:
 @on_ranks(4, group_timeout=10)
 def test_groups_of_units_that_may_all_diverge(rank: int, world_size: int) -> None:
     """Groups that only some settings need are made on all ranks."""
-    model = _MIXTURE.wrap(_MIXTURE.model(), allow_divergence=True, reshard_after_forward=2)
+    model = _MIXTURE.wrap(allow_divergence=True, reshard_after_forward=2)
     model(_MIXTURE.batch(0, ROWS)[0], [rank]).sum().backward()

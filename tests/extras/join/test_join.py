@@ -80,7 +80,7 @@ def test_uneven_inputs(rank: int, world_size: int) -> None:
         uneven = _UNEVEN[world_size]
         counts = uneven[position % len(uneven)]
         case = CASES[how.get("case", "mlp")]
-        sharded = case.wrap(case.model(), **keywords)
+        sharded = case.wrap(**keywords)
         ddp = DistributedDataParallel(case.model())
         with naming(f"{name}, {counts}"):
             for model in (ddp, sharded):
@@ -93,7 +93,7 @@ def test_uneven_inputs(rank: int, world_size: int) -> None:
 def _check_state(rank: int, world_size: int) -> None:
     """All parts of the optimizer's state are those of the rank that had input last."""
     case = CASES["mlp"]
-    sharded, ddp = case.wrap(case.model()), DistributedDataParallel(case.model())
+    sharded, ddp = case.wrap(), DistributedDataParallel(case.model())
     mine, theirs = (_train(model, rank, 2 * rank) for model in (sharded, ddp))
     full = ShardedWrapper.optim_state_dict(sharded, mine)["state"]
     if rank == world_size - 1:
@@ -150,7 +150,7 @@ def test_what_nobody_can_follow(rank: int, world_size: int) -> None:
         (sgd, (3, 1), ends, r"no input is left on ranks 1"),
         (_OfItsOwn, (3, 1), {}, "_OfItsOwn is not known to be element-wise"),
     ):
-        model = case.wrap(case.model())
+        model = case.wrap()
         optimizer = kind(model.parameters(), lr=0.1)
         assert_raises(RuntimeError, message, _loop, model, optimizer, counts[rank], **keywords)
     _no_input_at_all(rank)
@@ -160,7 +160,7 @@ def test_what_nobody_can_follow(rank: int, world_size: int) -> None:
 
 def _no_input_at_all(rank: int) -> None:
     case = CASES["mlp"]
-    model, plain = case.wrap(case.model()), case.model()
+    model, plain = case.wrap(), case.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _loop(model, optimizer, 2 * rank, optimizers=[optimizer])
     halved = torch.optim.SGD(plain.parameters(), lr=0.1 / 2)  # an average with no gradient
@@ -170,8 +170,7 @@ def _no_input_at_all(rank: int) -> None:
 
 
 def _schedule_that_fell_behind(rank: int) -> None:
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
+    model = CASES["mlp"].wrap()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     _loop(model, optimizer, 3 - rank, after=lambda _: schedule.step())
@@ -181,14 +180,14 @@ def _schedule_that_fell_behind(rank: int) -> None:
 
 def _refused(rank: int) -> None:
     case = CASES["mlp"]
-    model = case.wrap(case.model(), allow_divergence=[nn.Linear])
+    model = case.wrap(allow_divergence=[nn.Linear])
     with pytest.raises(NotImplementedError, match=r"join\(\) cannot be .* may be skipped"):
         model.join().__enter__()
-    model = case.wrap(case.model())
+    model = case.wrap()
     model.register_comm_hook("state", Averaging())
     with pytest.raises(NotImplementedError, match=r"join\(\) cannot .* has a communication hook"):
         model.join().__enter__()
-    model = case.wrap(case.model())
+    model = case.wrap()
     assert_raises(
         RuntimeError, "is inside a wrapper", sharded_modules(model.fc1)[0].join().__enter__
     )

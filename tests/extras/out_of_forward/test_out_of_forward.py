@@ -24,7 +24,7 @@ from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, assert_raises, naming, on_ranks
-from tests.oracle import assert_same, assert_same_state, snapshot
+from tests.oracle import assert_same, assert_same_state, snapshot, step_and_zero
 from tests.outcomes import QUICK
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
@@ -200,8 +200,7 @@ def _train(model: Any, loss: Step, ranks: list[int], steps: int = 3) -> list[flo
     for step in range(steps):
         total = sum(loss(model, _batch(step, rank)) for rank in ranks) / len(ranks)
         total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         losses.append(total.item())
     return losses
 
@@ -436,8 +435,7 @@ def test_views_that_require_gradients(rank: int, world: int) -> None:
 @on_ranks(2)
 def test_warns_once_for_each_unit(rank: int, world: int) -> None:
     sharded = _wrap(Parent(USES["joined"]), "full")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(2):
             sharded(_batch(step, rank)).sum().backward()
     found = [str(one.message) for one in caught]
@@ -470,8 +468,7 @@ def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> No
         with _quiet():
             _train(sharded, loss, [rank], 1)
         for number, model in enumerate((plain, sharded)):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True, action="always") as caught:
                 by_torch[number].update_parameters(model)
                 by_torch[number].update_parameters(model)
                 _lerp(by_hand[number], model)
@@ -484,8 +481,7 @@ def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> No
             for name in ("weight", "bias"):
                 view = chain[number]._parameters[name].data.view(-1)
                 weights.append(view.clone())
-                with pytest.raises(RuntimeError, match="the edit would be lost"):
-                    view.zero_()
+                assert_raises(RuntimeError, "the edit would be lost", view.zero_)
             chain[2].weight.mul_(3)
         weights.append(chain[3].weight.data.view(-1))
     full = snapshot(sharded)

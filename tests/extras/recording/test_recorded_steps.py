@@ -40,7 +40,7 @@ def _gathered(model: nn.Module) -> int:
 @pytest.mark.uncoalesced
 @on_ranks(2)
 def test_figures(rank: int, world_size: int, case: str) -> None:
-    model = CASES[case].wrap(CASES[case].model())
+    model = CASES[case].wrap()
     _step(case, model)
     seen: list[tuple[int, int]] = []
 
@@ -109,7 +109,7 @@ def _kept() -> int:
 @on_ranks(2)
 def test_times(rank: int, world_size: int) -> None:
     """Waits are no computing, a unit's time is not that of the unit around it, nor the loss's."""
-    model = CASES["nested"].wrap(CASES["nested"].model())
+    model = CASES["nested"].wrap()
     _step("nested", model)
     inputs, target = CASES["nested"].batch(0, 4)
     with model.record_steps() as reports:
@@ -177,7 +177,7 @@ class _Everything(StepExtension):
 
 
 def _train(case: str, rank: int, strategy: str, watcher: StepExtension | None) -> Any:
-    model = CASES[case].wrap(CASES[case].model(), sharding_strategy=strategy)
+    model = CASES[case].wrap(sharding_strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ MLP = CASES["mlp"]
 
 
 def _registered(case: Case, hook: Callable[..., Any], **keywords: Any) -> ShardedWrapper:
-    model = case.wrap(case.model(), **keywords)
+    model = case.wrap(**keywords)
     model.register_comm_hook("state", hook)
     return model
 
@@ -143,7 +143,7 @@ def test_compression_is_a_reduce_dtype(rank: int, world_size: int) -> None:
             runs = []
             for state, hook in [(None, None), *hooks]:
                 own = {} if hook else {"mixed_precision": precision}
-                model = case.wrap(case.model(), sharding_strategy=strategy, **own)
+                model = case.wrap(sharding_strategy=strategy, **own)
                 if hook is not None:
                     model.register_comm_hook(state, hook)
                 with collectives.record() as events:
@@ -154,7 +154,7 @@ def test_compression_is_a_reduce_dtype(rank: int, world_size: int) -> None:
                 assert events == runs[0][1]
 
     half = dist.new_group([0])
-    model = MLP.wrap(MLP.model())
+    model = MLP.wrap()
     with pytest.raises(ValueError, match="of ranks 0, but the model"):
         model.register_comm_hook(half if rank == 0 else None, ddp_hooks.allreduce_hook)
     register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)  # nothing was registered
@@ -194,7 +194,7 @@ def test_refused(strategy: str, hook: Any, error: type[Exception], message: str)
     """Alone, so the shapes of hooks go by the strategy and not by the number of ranks."""
     narrow = MixedPrecision(reduce_dtype=torch.bfloat16)
     with allow_warnings(UserWarning, "ShardedWrapper: no process group"):
-        model = MLP.wrap(MLP.model(), sharding_strategy=strategy, mixed_precision=narrow)
+        model = MLP.wrap(sharding_strategy=strategy, mixed_precision=narrow)
     assert_raises(error, message, model.register_comm_hook, None, hook)
     local_loss(model, MLP, 0, 0, 1).backward()
     model.register_comm_hook(None, ddp_hooks.bf16_compress_hook)
@@ -207,7 +207,7 @@ def test_refused(strategy: str, hook: Any, error: type[Exception], message: str)
 @pytest.mark.uncoalesced
 def test_refused_while_gradients_wait() -> None:
     with allow_warnings(UserWarning, "ShardedWrapper: no process group"):
-        model = MLP.wrap(MLP.model())
+        model = MLP.wrap()
     handle = model.fc1.register_forward_pre_hook(lambda *_: model.register_comm_hook(None, _three))
     with pytest.raises(RuntimeError, match="register_comm_hook\\(\\) was called while a forward"):
         local_loss(model, MLP, 0, 0, 1)
@@ -223,7 +223,7 @@ def test_refused_while_gradients_wait() -> None:
 
 @on_ranks(2)
 def test_ranks_register_alike(rank: int, world_size: int) -> None:
-    model = MLP.wrap(MLP.model())
+    model = MLP.wrap()
     expected = "^register_comm_hook, rank 1: expected a callable as hook, got 1"
     with pytest.raises(TypeError, match=expected):
         model.register_comm_hook("state", Averaging() if rank == 0 else 1)

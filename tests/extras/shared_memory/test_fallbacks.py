@@ -22,7 +22,7 @@ MLP = CASES["mlp"]
 
 def trained(rank: int, world_size: int, **keywords: Any) -> tuple[Any, str]:
     """Losses and weights after three steps; the report of the model."""
-    model = MLP.wrap(MLP.model(), **keywords)
+    model = MLP.wrap(**keywords)
     losses = train_steps(model, sgd(model), MLP, rank, world_size, steps=3)
     return (losses, snapshot(model)), model.unit_report()
 

@@ -140,7 +140,7 @@ def test_parameters_stay_for_late_ranks(rank: int, world_size: int, way: str) ->
     with torch.no_grad(), mapping() if way == "mapped" else nullcontext():
         expected = case.model()(x)
         with counting_reads():
-            model = case.wrap(case.model(), **TRANSPORTS.get(way, {}))
+            model = case.wrap(**TRANSPORTS.get(way, {}))
             actual = model(x)
             change_all(model, lambda param: param.fill_(torch.nan))  # while the late rank computes
     torch.testing.assert_close(actual, expected)
@@ -202,7 +202,7 @@ def test_mapped_shards(rank: int, world_size: int) -> None:
     case = Case("writing", Writing, vectors, (nn.Linear,))
     with mapping() as made:
         # What a module writes into unsharded parameters is lost when they are resharded: it raises.
-        model = case.wrap(case.model())
+        model = case.wrap()
         before = model.state_dict()
         with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
             model(case.batch(rank, world_size)[0])
@@ -223,7 +223,7 @@ def test_mapped_shards(rank: int, world_size: int) -> None:
             assert fails is None or fails.called
 
         # Copies and conversions have files of their own; files are closed once all have met.
-        model = case.wrap(case.model())
+        model = case.wrap()
         twin = copy.deepcopy(model)
         model.float()
         for one, scale in ((model, 2.0), (twin, 3.0)):
@@ -268,7 +268,7 @@ def test_kept_for_a_second_backward(rank: int, world_size: int, way: str) -> Non
     case = CASES["mlp"]
     x = case.batch(rank, world_size)[0].requires_grad_()
     with mapping():
-        model, plain = case.wrap(case.model(), **TRANSPORTS[way]), case.model()
+        model, plain = case.wrap(**TRANSPORTS[way]), case.model()
         for one in (plain, model):
             (grad,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
             grad.pow(2).sum().backward()
@@ -282,7 +282,7 @@ def test_kept_for_a_second_backward(rank: int, world_size: int, way: str) -> Non
 def test_a_dead_peer_is_a_named_error(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     with counting_reads():
-        model = case.wrap(case.model())
+        model = case.wrap()
         Run(model, case, rank, world_size).train(0, 1)
         if rank == 1:
             os._exit(1)

@@ -70,8 +70,7 @@ def test_has_the_state_dicts_tensors(rank: int, world_size: int, name: str, way:
 
 @on_ranks(2)
 def test_names_are_ordered(rank: int, world_size: int) -> None:
-    case = CASES["nested"]
-    model = case.wrap(case.model())
+    model = CASES["nested"].wrap()
     mine, all_names = [name for name, _ in flatshard.full_tensors(model)], [None] * world_size
     name = pickle.loads(pickle.dumps(mine[0]))
     assert name == mine[0]
@@ -87,8 +86,7 @@ def test_names_are_ordered(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_sends_each_chosen_unit_once_in_the_narrower_dtype(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]  # float64
-    model = case.wrap(case.model(), coalesce_bytes=0)
+    model = CASES["mlp"].wrap(coalesce_bytes=0)  # float64
     parts = list(model.flat_parameters())
     sizes = {part.params[0].spec.unit: part.flat_layout.padded_numel for part in parts}
     assert len(sizes) > 1
@@ -151,8 +149,7 @@ def test_memory(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_a_copy_that_fails_on_one_rank(rank: int, world_size: int) -> None:
     """As if there were no memory for it: the other ranks do not wait, and the next call works."""
-    case = CASES["nested"]
-    model = case.wrap(case.model())
+    model = CASES["nested"].wrap()
     expected, numbers = snapshot(model), itertools.count()
 
     def finish(options: Any, lora: Any, *item: Any) -> Any:
@@ -189,7 +186,7 @@ STOPS: dict[str, Callable[[Any], object]] = {
 @on_ranks(3)
 def test_one_rank_stops(rank: int, world_size: int, name: str) -> None:
     case = CASES["nested"]
-    model = case.wrap(case.model(), coalesce_bytes=0)
+    model = case.wrap(coalesce_bytes=0)
     items = flatshard.full_tensors(model)
     if rank == 1:
         with pytest.raises(LookupError) if name == "raises" else contextlib.nullcontext():
@@ -214,7 +211,7 @@ def test_the_interpreter_exits_before_the_last_item() -> None:
 @on_ranks(2)
 def test_a_forward_or_a_write_between_two_items(rank: int, world_size: int) -> None:
     case = CASES["nested"]
-    model = case.wrap(case.model())
+    model = case.wrap()
     inputs = case.batch(0, 4, torch.float64)[0]
     items = flatshard.full_tensors(model)
     next(items)
@@ -227,7 +224,7 @@ def test_a_forward_or_a_write_between_two_items(rank: int, world_size: int) -> N
     for name, tensor in flatshard.full_tensors(model):
         if name in params:
             torch.testing.assert_close(params[name].detach().norm(), tensor.norm())
-    mlp = CASES["mlp"].wrap(CASES["mlp"].model())
+    mlp = CASES["mlp"].wrap()
     items = flatshard.full_tensors(mlp.fc1)
     next(items)
     assert list(flatshard.full_tensors(mlp.fc2))
@@ -273,8 +270,7 @@ def test_other_collectives_between_two_items(rank: int, world_size: int, transpo
 
 @on_ranks(2)
 def test_refusals_reach_all_ranks_before_the_first_all_gather(rank: int, world_size: int) -> None:
-    case = CASES["nested"]
-    model = case.wrap(case.model())
+    model = CASES["nested"].wrap()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"names": ["no.such"]}, "no parameter or persistent buffer 'no.such'"),
         ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),

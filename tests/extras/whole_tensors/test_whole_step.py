@@ -386,8 +386,7 @@ def test_random_draws_for_large_parameters_only_are_told(rank: int, world_size: 
     model = ShardedWrapper(nn.Linear(32, 16, bias=False))
     optimizer = Drawing(model.parameters())
     model(torch.ones(4, 32)).sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         optimizer.step()
     owners = [str(one.message) for one in caught if "Drawing.step() draws" in str(one.message)]
     numbers: list[Any] = [None] * world_size
