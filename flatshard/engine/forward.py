@@ -434,7 +434,7 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
                 "module of a ShardedWrapper. Instead of copy.copy(model.module), call "
                 "copy.deepcopy(model)."
             )
-        # Outside of `try`, which would end the other thread's call.
+        # Do this before `try`: the `except` clause would end the call of the other thread.
         unit.forward.take_turn()
         try:
             args, kwargs = unit.forward.before_module(unit, module, args, kwargs) or (args, kwargs)

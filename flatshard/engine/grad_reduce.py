@@ -227,7 +227,7 @@ class GradReduce:
         """Start the third stage: all-gather the averages over the replicate group."""
         plan, replicate, part = self._plan, self._plan.flat.topology.replicate, self._out
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
-        self._out = full[: plan.intra_numel]  # leaves out the zeros of `_second_stage`
+        self._out = full[: plan.intra_numel]  # without the zeros that `_second_stage` appends
         return replicate.all_gather(
             Gather(part, full, plan.flat.unit_name, plan.tags[2], "", exact=True, reduced=True)
         )

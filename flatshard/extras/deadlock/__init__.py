@@ -113,7 +113,7 @@ class Watchdog(CollectiveWatch):
         if program.is_in_step(last):
             before = next((one.name for one in threading.enumerate() if one.ident == last), "")
             text = _TWO_THREADS.format(me.name, before, program.line_of(last))
-            # The ranks' collectives may differ from now on, so let all later ones raise.
+            # From now on, ranks may begin different collectives: make all later ones raise.
             for history in detector.known_histories():
                 history.make_error = partial(CollectiveError, text)
             raise CollectiveError(text)
