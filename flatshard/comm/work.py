@@ -52,10 +52,11 @@ class CollectiveWatch:
         """Return the file and line of the user's program that this thread runs."""
         return ""
 
-    def take_turn(self, last: int) -> int:
-        """Return the id of this thread, which now uses a model that thread ``last`` used before.
+    def take_turn(self, previous: int) -> int:
+        """Let this thread use a model after thread ``previous``; return the id of this thread.
 
-        Raises CollectiveError if thread ``last`` is still in a forward, backward or collective.
+        With the extra, raises CollectiveError if thread ``previous`` is still in a forward,
+        backward or collective. For threads of autograd and of flatshard, returns ``previous``.
         """
         return threading.get_ident()
 

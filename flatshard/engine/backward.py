@@ -45,7 +45,7 @@ from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit, written_since_forward
 from flatshard.tensor.sharded_tensor import untraced
 
-# The ``Backward`` objects of all models on which a backward has begun.
+# The ``Backward`` objects of all models that have ever begun a backward.
 BEGUN: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 

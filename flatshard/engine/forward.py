@@ -57,7 +57,7 @@ class Forward:
         self._state = state
         self._backward, self._prefetch = backward, prefetch
         self._root_module = root_module  # `RootChecks` (`module.run`)
-        self._thread = 0  # id of the thread that called a module last
+        self._thread = 0  # id of the latest thread that called a module
         # Units that were unsharded for an operation outside of their own forward, in order. Each
         # entry: the number of nested forwards around the operation, and the unit.
         self._used_outside: list[tuple[int, Unit]] = []
@@ -434,7 +434,7 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
                 "module of a ShardedWrapper. Instead of copy.copy(model.module), call "
                 "copy.deepcopy(model)."
             )
-        # Do this before `try`: the `except` clause would end the call of the other thread.
+        # Before `try`: if this raises, `except` must not end the other thread's forward.
         unit.forward.take_turn()
         try:
             args, kwargs = unit.forward.before_module(unit, module, args, kwargs) or (args, kwargs)

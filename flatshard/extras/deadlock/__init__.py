@@ -40,9 +40,9 @@ _REMEDY = (
 
 _TWO_THREADS = (
     "thread {!r} used a model while thread {!r} was in a forward, backward or collective ({}). So "
-    "ranks may begin collectives in different orders. Let one thread at a time use the models of a "
-    "process group, in the same order on all ranks: join() the other thread first. To save in the "
-    "background, call flatshard.checkpoint.save(..., async_=True)."
+    "ranks may begin collectives in different orders. Use the models of a process group in one "
+    "thread at a time, in the same order of threads on all ranks: call the other thread's join(). "
+    "To save in the background, call flatshard.checkpoint.save(..., async_=True)."
 )
 
 _END_SECONDS = 5.0  # at exit, maximum time to wait for the end of a running check
@@ -104,15 +104,15 @@ class Watchdog(CollectiveWatch):
     def program_line(self) -> str:
         return program.line_of(threading.get_ident())
 
-    def take_turn(self, last: int) -> int:
+    def take_turn(self, previous: int) -> int:
         me = threading.current_thread()
-        # Autograd's threads are dummies: they work for a thread of the program, which waits. And
-        # flatshard's own threads use process groups of their own.
+        # Allow autograd's threads (`_DummyThread`), because the thread that called backward waits.
+        # Allow flatshard's own threads, because they use their own process groups.
         if isinstance(me, threading._DummyThread) or me.name.startswith(program.OUR_THREADS):
-            return last
-        if program.is_in_step(last):
-            before = next((one.name for one in threading.enumerate() if one.ident == last), "")
-            text = _TWO_THREADS.format(me.name, before, program.line_of(last))
+            return previous
+        if program.is_in_step(previous):
+            before = next((one.name for one in threading.enumerate() if one.ident == previous), "")
+            text = _TWO_THREADS.format(me.name, before, program.line_of(previous))
             # From now on, ranks may begin different collectives: make all later ones raise.
             for history in detector.known_histories():
                 history.make_error = partial(CollectiveError, text)

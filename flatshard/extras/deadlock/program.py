@@ -205,8 +205,9 @@ def python_threads() -> set[int]:
 
 
 def is_in_step(thread: int) -> bool:
-    """Whether a thread is in a forward, backward or collective, and waits for no other thread."""
+    """Whether a thread is in a forward, backward or collective, and does not wait for a thread."""
     frame = sys._current_frames().get(thread)
+    # In `threading.py`, a thread waits for another one: `join()`, `Event.wait()`, `Queue.get()`.
     if frame is None or frame.f_code.co_filename == threading.__file__:
         return False
     frames = [one for one, _ in traceback.walk_stack(frame)]

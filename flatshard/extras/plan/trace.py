@@ -379,8 +379,8 @@ def _emptied(module: nn.Module, dtypes: dict[Any, torch.dtype]) -> Iterator[dict
     with contextlib.ExitStack() as stack:
         for own in [inner.__dict__ for inner in module.modules()]:
             for place in (own["_parameters"], own["_buffers"], own):
-                # Callbacks run in reverse order: first clear, to drop new attributes (the `forward`
-                # of a checkpoint, and kept fake tensors).
+                # Callbacks run in reverse order: `clear` first, to drop attributes that were set in
+                # the meantime (a checkpoint wrapper's `forward`, fake tensors).
                 stack.callback(place.update, {**place})
                 stack.callback(place.clear)
                 # Look into lists, too: `nn.LSTM` computes with a list of its parameters.

@@ -113,7 +113,7 @@ _MISSING = {
 }
 MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name in names.split()}
 
-# The attributes that have the same name in `Settings`.
+# Attributes of torch's wrappers that `Settings` has under the same names.
 _SETTINGS = """device mixed_precision cpu_offload backward_prefetch forward_prefetch
     broadcast_buffers""".split()
 

@@ -364,8 +364,8 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, adapters.State]:
         """Divide the owners' optimizer state into shards on all ranks; return them. Collective."""
         if self._params and self.mode is StepMode.ON_EVERY_RANK:
-            # If an optimizer calls collectives itself, a parameter's state may change on one rank
-            # only. Then all ranks raise.
+            # Each rank steps the full parameters, because the optimizer calls collectives itself.
+            # Raise on all ranks if the states that the ranks have computed differ.
             states = ((param.spec.name, optimizer.state.get(param, {})) for param in self._params)
             values = comparable(states, enumerate(optimizer.param_groups))
             for comm in self._all_comms():
