@@ -1,7 +1,8 @@
 """``ForwardEdits``: raises if a module's forward writes to unsharded parameters.
 
-Resharding the unit would lose the edit. There are three ways to find edits:
+Resharding the unit would lose the edit. There are four ways to find edits:
 
+- A changed version of the shard shows a write to a sharded parameter, kept from before the forward.
 - A changed version counter (autograd's) shows a write in place. But a forward may also write the
   same values again (registering a parametrization does). So after a changed version, values are
   compared ([Note: changed versions]).
@@ -93,6 +94,10 @@ class ForwardEdits:
             if handle not in self._before or handle.shard_is_buffer:
                 continue
             look, before = self._before[handle]
+            # A reference from before the forward (`self.kept = [self.weight]`) is the sharded
+            # parameter: a write to it would not reach the unsharded copy, which the forward reads.
+            if handle.version != handle.gathered_version:
+                raise edited(handle)
             if handle.buffer._version != handle.clean_version or look(handle.buffer) != before:
                 self.check_values(handle)
             _check_installed(handle, places)

@@ -33,6 +33,9 @@ class _Renormed(nn.Linear):
             self.weight.data = self.weight.data * 0.5 + 0.1
         elif self.kind == "into data":
             self.weight.data.mul_(0.5).add_(0.1)
+        elif self.kind == "kept":  # a reference to the sharded parameter
+            with torch.no_grad():
+                self.kept[0].mul_(0.5)
         elif self.kind == "later":  # as a momentum encoder, which starts as a copy
             self.calls = getattr(self, "calls", 0) + 1
             self.weight.data.mul_(0.5 if self.calls > self.first else 1.0)
@@ -47,6 +50,7 @@ def _renormed(kind: str, frozen: bool = False) -> Callable[[dict[str, Any]], Non
         module[0].kind = kind
         module[0].requires_grad_(not frozen)
         model = ShardedWrapper(module, **keywords)
+        module[0].kept = [module[0].weight]
         for _ in range(2):
             model(torch.randn(2, 4))
 
@@ -118,6 +122,8 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "its forward edited parameters in place .'0.weight', '0.bias', ": _renormed("data"),
     "edited parameters in place .'0.weight', '0.bias'.": _renormed("into data", True),
     "edited parameters in place .'0.weight', '0.bias', ": _renormed("into data"),
+    "its forward edited parameters in place .'0.weight'": _renormed("kept"),
+    "its forward edited parameters in place .'0.weight', ": _renormed("kept", True),
     "edited parameters in place .*momentum encoder": _renormed("later", True),
     "parameter '0.weight' .the root unit. was replaced in forward": _renormed("assigned"),
     "edited parameters in place .*max_norm": _embedding,

@@ -202,7 +202,7 @@ def as_vector(side: Side) -> Any:
 def looked_at(side: Side) -> Any:
     model = side.wrap(Mlp())
     side.fit(model)
-    seen: list[Any] = [sum(p.numel() for p in model.parameters())]
+    seen: list[Any] = [sum(p.numel() + p[0].shape.numel() for p in model.parameters())]
     for param in model.parameters():
         seen += [list(param.shape), param.norm(), param.mean(), param.abs().max(), param.std()]
     return seen

@@ -365,4 +365,6 @@ def as_views(result: Any, full: Collection[Tensor], of: FlatShardTensor, *, copi
         shown.of, shown.version = of, _version(of)
         return shown
 
-    return pytree.tree_map_only(Tensor, view, result)
+    # `tree_map_only` would make a tuple of a torch.Size.
+    is_size = isinstance(result, torch.Size)
+    return result if is_size else pytree.tree_map_only(Tensor, view, result)
