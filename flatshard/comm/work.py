@@ -126,10 +126,8 @@ class History:
         description, for comparisons between ranks. Returns a condition that holds once all other
         ranks have begun this collective. Raises if ranks began different collectives earlier.
         """
-        if threading.get_ident() != self._thread:
-            self._thread = watch().take_turn(self._thread)
-        if self.make_error is not None:
-            raise self.make_error()
+        if self.make_error is not None or threading.get_ident() != self._thread:
+            self._check()
         kind = group.group_name if kind is None else kind
         number = self.begun[kind] = self.begun.get(kind, 0) + 1
         if what:
@@ -138,6 +136,11 @@ class History:
             self._recent.append((number, what))
             self.unchecked_since = self.unchecked_since or time.monotonic()
         return WaitCondition(self.name, kind, number, self.others, partial(abort, group))
+
+    def _check(self) -> None:
+        if self.make_error is not None:
+            raise self.make_error()
+        self._thread = watch().take_turn(self._thread)
 
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""

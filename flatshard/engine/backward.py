@@ -75,12 +75,11 @@ class Backward:
     @property
     def is_running(self) -> bool:
         """Whether this model's backward is running now, on this thread."""
-        return self.is_unfinished and torch._C._current_graph_task_id() != -1
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether this model's backward is running now, on any thread."""
-        return self.is_active and self._end_callback() is not None
+        return (
+            self.is_active
+            and torch._C._current_graph_task_id() != -1
+            and self._end_callback() is not None
+        )
 
     def begin(self) -> bool:
         """Begin this model's backward, unless it has begun already.

@@ -57,7 +57,7 @@ class Forward:
         self._state = state
         self._backward, self._prefetch = backward, prefetch
         self._root_module = root_module  # `RootChecks` (`module.run`)
-        self._thread = 0  # id of the latest thread that called a module
+        self.thread = 0  # id of the latest thread that called a module
         # Units that were unsharded for an operation outside of their own forward, in order. Each
         # entry: the number of nested forwards around the operation, and the unit.
         self._used_outside: list[tuple[int, Unit]] = []
@@ -123,9 +123,8 @@ class Forward:
     # ------------------------------------------------------------ a module's forward
 
     def take_turn(self) -> None:
-        """Raise CollectiveError if another thread is in a forward or backward of the model."""
-        if get_ident() != self._thread:
-            self._thread = watch().take_turn(self._thread)
+        """Let this thread call modules. Raises CollectiveError if another thread still does."""
+        self.thread = watch().take_turn(self.thread)
 
     @untraced  # a compiled caller runs this method without compilation, between two graphs
     def before_module(
@@ -435,7 +434,8 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
                 "copy.deepcopy(model)."
             )
         # Before `try`: if this raises, `except` must not end the other thread's forward.
-        unit.forward.take_turn()
+        if get_ident() != unit.forward.thread:
+            unit.forward.take_turn()
         try:
             args, kwargs = unit.forward.before_module(unit, module, args, kwargs) or (args, kwargs)
             output = inner(*args, **kwargs)

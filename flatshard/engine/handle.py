@@ -325,11 +325,12 @@ class FlatParamHandle:
     @property
     def version(self) -> int:
         """Version counter of the shard, which grows with every write."""
-        if self.is_whole:
-            # The parameters share the shard's memory by assignment to `.data`, so each parameter
-            # has its own version counter.
-            return sum([param._version for param in self.sharded], self._shard._version)
-        return self._shard._version
+        return self._shard._version + (self._versions_of_params() if self.is_whole else 0)
+
+    def _versions_of_params(self) -> int:
+        # The parameters of a whole flat parameter share its memory by assignment to `.data`, so
+        # each parameter has its own version counter.
+        return sum(param._version for param in self.sharded)
 
     @property
     def is_current(self) -> bool:

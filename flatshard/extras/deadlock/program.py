@@ -211,7 +211,7 @@ def is_in_step(thread: int) -> bool:
     if frame is None or frame.f_code.co_filename == threading.__file__:
         return False
     frames = [one for one, _ in traceback.walk_stack(frame)]
-    is_in_backward = any(one.is_unfinished for one in BEGUN) and any(map(_is_in_backward, frames))
+    is_in_backward = any(one.is_active for one in BEGUN) and any(map(_is_in_backward, frames))
     return is_in_backward or any(one.f_code.co_filename.startswith(_STEPS) for one in frames)
 
 
