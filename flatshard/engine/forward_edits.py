@@ -95,7 +95,7 @@ class ForwardEdits:
                 continue
             look, before = self._before[handle]
             # A reference from before the forward (`self.kept = [self.weight]`) is the sharded
-            # parameter: a write to it would not reach the unsharded copy, which the forward reads.
+            # parameter. The forward reads an unsharded copy, so the forward would miss the write.
             if handle.version != handle.gathered_version:
                 raise edited(handle)
             if handle.buffer._version != handle.clean_version or look(handle.buffer) != before:

@@ -328,8 +328,8 @@ class FlatParamHandle:
         return self._shard._version + (self._versions_of_params() if self.is_whole else 0)
 
     def _versions_of_params(self) -> int:
-        # The parameters of a whole flat parameter share its memory by assignment to `.data`, so
-        # each parameter has its own version counter.
+        # The parameters of a whole flat parameter share the shard's memory by assignment to
+        # `.data`, so each parameter has a separate version counter.
         return sum(param._version for param in self.sharded)
 
     @property

@@ -22,6 +22,8 @@ from functools import cache, partial
 from itertools import chain
 from typing import Any
 
+import torch.distributed as dist
+
 from flatshard.comm.work import CollectiveError, CollectiveWatch, History, waits_by_thread, watched
 from flatshard.extras.deadlock import detector, gpu, program
 from flatshard.extras.deadlock.detector import Deadlock
@@ -39,10 +41,10 @@ _REMEDY = (
 )
 
 _TWO_THREADS = (
-    "thread {!r} used a model while thread {!r} was in a forward, backward or collective ({}). So "
-    "ranks may begin collectives in different orders. Use the models of a process group in one "
-    "thread at a time, in the same order of threads on all ranks: call the other thread's join(). "
-    "To save in the background, call flatshard.checkpoint.save(..., async_=True)."
+    "rank {}: thread {!r} used a model while thread {!r} was in a forward, backward or collective "
+    "({}). So ranks may begin collectives in different orders. Use the models of a process group "
+    "in one thread at a time, in the same order of threads on all ranks: call join() of the second "
+    "thread. To save in the background, call flatshard.checkpoint.save(..., async_=True)."
 )
 
 _END_SECONDS = 5.0  # at exit, maximum time to wait for the end of a running check
@@ -106,13 +108,14 @@ class Watchdog(CollectiveWatch):
 
     def take_turn(self, previous: int) -> int:
         me = threading.current_thread()
-        # Allow autograd's threads (`_DummyThread`), because the thread that called backward waits.
-        # Allow flatshard's own threads, because they use their own process groups.
+        # Autograd's threads (`_DummyThread`) run while the thread that called backward waits, and
+        # flatshard's threads use separate process groups. So neither breaks the order.
         if isinstance(me, threading._DummyThread) or me.name.startswith(program.OUR_THREADS):
             return previous
         if program.is_in_step(previous):
             before = next((one.name for one in threading.enumerate() if one.ident == previous), "")
-            text = _TWO_THREADS.format(me.name, before, program.line_of(previous))
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            text = _TWO_THREADS.format(rank, me.name, before, program.line_of(previous))
             # From now on, ranks may begin different collectives: make all later ones raise.
             for history in detector.known_histories():
                 history.make_error = partial(CollectiveError, text)
