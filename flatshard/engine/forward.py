@@ -122,6 +122,7 @@ class Forward:
 
     # ------------------------------------------------------------ a module's forward
 
+    @untraced
     def take_turn(self) -> None:
         """Let this thread call modules. Raises CollectiveError if another thread still does."""
         self.thread = watch().take_turn(self.thread)
