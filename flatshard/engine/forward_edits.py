@@ -31,7 +31,7 @@ at the end of backward, where all ranks raise. From the next forward on, all val
 parameter are compared in every forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from flatshard.engine.handle import FlatParamHandle, Place
 from flatshard.engine.unit import Unit
 from flatshard.memory import checksum, sample
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.layout import as_bytes, view_of
 from flatshard.units.module_tree import unit_text
 
@@ -97,7 +98,7 @@ class ForwardEdits:
             # A reference from before the forward (`self.kept = [self.weight]`) is the sharded
             # parameter. The forward reads an unsharded copy, so the forward would miss the write.
             if handle.version != handle.gathered_version:
-                raise edited(handle)
+                raise edited(handle, handle.edited_params())
             if handle.buffer._version != handle.clean_version or look(handle.buffer) != before:
                 self.check_values(handle)
             _check_installed(handle, places)
@@ -111,7 +112,7 @@ class ForwardEdits:
         self._rewritten.add(handle)
         if not self._has_kept_values(handle):
             self._was_edited = True
-            raise edited(handle)
+            raise edited(handle, handle.edited_params())
         handle.clean_version = handle.buffer._version
 
     def _has_kept_values(self, handle: FlatParamHandle) -> bool:
@@ -170,12 +171,15 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
         if span.numel and full.data_ptr() != address + span.start * itemsize:
             written, full.data = full.data, view_of(handle.buffer, span)
             if not torch.equal(as_bytes(written.contiguous()), as_bytes(full.data.contiguous())):
-                raise edited(handle)
+                raise edited(handle, [param])
 
 
-def edited(handle: FlatParamHandle) -> RuntimeError:
-    """Return the error to raise after a forward has edited parameters of ``handle``."""
-    params = handle.params
+def edited(handle: FlatParamHandle, found: Sequence[OriginalParam] = ()) -> RuntimeError:
+    """Return the error to raise after a forward has edited parameters of ``handle``.
+
+    ``found``: the edited parameters, if this rank has found which.
+    """
+    params = found or handle.params
     names = ", ".join(repr(param.name) for param in params[:3])
     return RuntimeError(
         f"{unit_text(handle.unit.name)}: its forward edited parameters in place ({names}"

@@ -292,10 +292,19 @@ class FlatParamHandle:
 
         Returns a tensor with one element: False if the shard was written after the all-gather.
         """
+        return self._edited_bytes().any().view(1) & self.is_current
+
+    def edited_params(self) -> list[OriginalParam]:
+        """Return the parameters of which this rank's range of the buffer was edited."""
+        is_edited = self._edited_bytes().view(-1, self.buffer.element_size()).any(1)
+        at = is_edited.nonzero() + self.topology.index * len(is_edited)
+        return [one for one in self.params if ((at >= one.span.start) & (at < one.span.end)).any()]
+
+    def _edited_bytes(self) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             expected = self.gather.as_gathered(self.flat_param.detach())
             own = self.buffer.chunk(self.layout.world_size)[self.topology.index].detach()
-            return (as_bytes(own) != as_bytes(expected)).any().view(1) & self.is_current
+            return as_bytes(own) != as_bytes(expected)
 
     def absorb_replaced(self) -> None:
         """Copy tensors that users assigned to ``p.data`` into the shard.

@@ -46,11 +46,11 @@ class _Renormed(nn.Linear):
 
 def _renormed(kind: str, frozen: bool = False) -> Callable[[dict[str, Any]], None]:
     def run(keywords: dict[str, Any]) -> None:
-        module = nn.Sequential(_Renormed(4, 6), nn.Tanh(), nn.Linear(6, 6))
-        module[0].kind = kind
-        module[0].requires_grad_(not frozen)
+        module = nn.Sequential(_layer(), _Renormed(4, 6), nn.Tanh(), nn.Linear(6, 6))
+        module[1].kind = kind
+        module[1].requires_grad_(not frozen)
         model = ShardedWrapper(module, **keywords)
-        module[0].kept = [module[0].weight]
+        module[1].kept = [module[1].weight]
         for _ in range(2):
             model(torch.randn(2, 4))
 
@@ -116,16 +116,20 @@ def _frozen(keywords: dict[str, Any]) -> None:
     model(torch.randn(2, 4))
 
 
+# Each rank compares its range of the unit's parameters. If the edit is in another rank's range, the
+# error names the unit's first parameters.
+_ONE, _ANY = ".'1.weight'.", "('1.weight'|'0.weight', '0.bias', '1.weight', or others)."
+
 MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
-    "its forward edited parameters in place .'0.weight', '0.bias'": _renormed("no_grad"),
-    "its forward edited parameters in place .'0.weight', '0.bias'.": _renormed("data", True),
-    "its forward edited parameters in place .'0.weight', '0.bias', ": _renormed("data"),
-    "edited parameters in place .'0.weight', '0.bias'.": _renormed("into data", True),
-    "edited parameters in place .'0.weight', '0.bias', ": _renormed("into data"),
-    "its forward edited parameters in place .'0.weight'": _renormed("kept"),
-    "its forward edited parameters in place .'0.weight', ": _renormed("kept", True),
+    f"its forward edited parameters in place .{_ANY}": _renormed("no_grad"),
+    f"its forward edited parameters in place {_ONE}": _renormed("data", True),
+    f"forward edited parameters in place {_ONE}": _renormed("data"),
+    f"edited parameters in place {_ONE}": _renormed("into data", True),
+    f"forward edited parameters in place .{_ANY}": _renormed("into data"),
+    f"edited parameters in place .{_ANY}": _renormed("kept"),
+    "its forward edited parameters in place .'1.weight'": _renormed("kept", True),
     "edited parameters in place .*momentum encoder": _renormed("later", True),
-    "parameter '0.weight' .the root unit. was replaced in forward": _renormed("assigned"),
+    "parameter '1.weight' .the root unit. was replaced in forward": _renormed("assigned"),
     "edited parameters in place .*max_norm": _embedding,
     "parameter 'weight' .the root unit., rank .: requires_grad was set to False": _frozen,
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,

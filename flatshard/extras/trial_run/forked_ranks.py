@@ -144,8 +144,7 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     os.setsid()
     rank, size = first + local_rank, f"{options.nproc_per_node}"
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        os.dup2(os.dup2(log.fileno(), 1), 2)  # stdout and stderr
     # Reserve a port for rank 0. Until this process ends, Linux gives the port to no other program.
     # But rank 0's TCPStore can listen on the port, because the store also sets SO_REUSEADDR.
     reserved = socket.socket()
