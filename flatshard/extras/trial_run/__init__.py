@@ -14,6 +14,8 @@ the first and the third run. A tensor's unit at a step is the largest of these n
 - its largest noise up to this step, relative to its norm at this step, which may be tiny;
 - the median of the relative noise of all tensors of the same kind whose noise is not zero, at the
   step up to now where this median is largest;
+- a tenth of the largest relative noise below 5 % of all tensors of the same kind, up to this step
+  (if rounding changes a number's sign, a ReLU or an absolute value changes few gradients by much);
 - twice the dtype's precision, and more for a tensor below 1/2000 of the largest norm of its kind.
 """
 
@@ -194,9 +196,9 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
     """
     # A tensor that only the run under flatshard has keeps this tiny unit: it always differs.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
-    # Largest values so far: each tensor's difference, relative and absolute; each kind's median
+    # Largest values so far: each tensor's difference, relative and absolute; each kind's typical
     # difference, and norm.
-    sizes, gaps, medians, norms = (defaultdict[Any, float](float) for _ in range(4))
+    sizes, gaps, typical, norms = (defaultdict[Any, float](float) for _ in range(4))
     for step, group in groupby(noise, key=lambda one: one.step):
         here = [*group]
         # In step 1, no weight affects the inputs, or only slightly (inputs from a generator model).
@@ -210,13 +212,14 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
                 return units, one
         for kind in norms:
             changed = [one.size for one in here if one.kind == kind and one.size]
-            medians[kind] = max(medians[kind], median(changed or [0.0]))
-        if medians["gradient"] > _CHAOS:
+            largest = max((size for size in changed if size < _CHAOS), default=0.0)
+            typical[kind] = max(typical[kind], median(changed or [0.0]), largest / 10)
+        if typical["gradient"] > _CHAOS:
             break
         for one in here:
             floor = one.eps * max(2, 1e-3 * norms[one.kind] / (one.norm or 1.0))
             gap = gaps[one[1:4]] / (one.norm or 1.0)
-            units[one[:4]] = max(sizes[one[1:4]], gap, medians[one.kind], floor, 1e-300)
+            units[one[:4]] = max(sizes[one[1:4]], gap, typical[one.kind], floor, 1e-300)
     return units, None
 
 

@@ -381,7 +381,7 @@ def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
     class Recorded(base):  # type: ignore[misc]
         def __init__(self, module: nn.Module, *args: Any, **given: Any) -> None:
             module = module.double() if options.exact else module
-            plain = copy.deepcopy(module) if options.lone_calls else None
+            plain = _copy_of(module) if options.lone_calls else None
             given = chosen | dict(zip(order, args, strict=False)) | given
             if (given.pop("mixed_precision", None) or given.pop("mp_policy", None)) and is_sharded:
                 recorder.note("keep mixed precision (compared without it, as DDP has none)")
@@ -396,6 +396,12 @@ def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
             return recorder.add_values("output", self, super().forward(*args, **kwargs))
 
     return functools.update_wrapper(Recorded, original, updated=())
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    # deepcopy refuses results of autograd, such as weights that `weight_norm` computes in forward.
+    kept = tensors_in([vars(one) for one in module.modules()])
+    return copy.deepcopy(module, {id(one): one.detach() for one in kept if not one.is_leaf})
 
 
 def _wrap_in_place(recorder: Recorder, name: str, module: nn.Module, **given: Any) -> nn.Module:
