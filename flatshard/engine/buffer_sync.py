@@ -57,7 +57,7 @@ class BufferSync:
         # buffer was replaced, the user's program replaced it, on all ranks.
         self._has_run = False
 
-    def before_forward(self, recomputes: bool, under_no_sync: bool) -> None:
+    def before_forward(self, recomputes: bool, under_no_sync: bool, of_wrapper: bool) -> None:
         """Broadcast the buffers before a forward of the model, if ``is_due``. Collective.
 
         Nothing is broadcast if the previous forward ran without gradients or under ``no_sync``, or
@@ -66,14 +66,18 @@ class BufferSync:
         Args:
             recomputes: whether activation checkpointing recomputes the forward.
             under_no_sync: whether this forward runs under ``no_sync``.
+            of_wrapper: whether the program called the wrapper. As in DistributedDataParallel, a
+                call of the wrapped module (``model.module(x)``) neither broadcasts nor changes
+                whether the next call broadcasts.
         """
-        if self.is_due and not recomputes and self._world.size > 1:
+        if of_wrapper and self.is_due and not recomputes and self._world.size > 1:
             with self._span(Kind.RANKS_WAIT):
                 self.broadcast(self._op_name)
         self._has_run = True
         # As in DistributedDataParallel, broadcast before the next forward only if a reduction of
         # gradients follows this forward.
-        self.is_due = torch.is_grad_enabled() and not under_no_sync
+        if of_wrapper:
+            self.is_due = torch.is_grad_enabled() and not under_no_sync
 
     def broadcast(self, op_name: str) -> None:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""

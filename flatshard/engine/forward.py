@@ -26,6 +26,7 @@ non-reentrant checkpoint stops the forward by an exception once all saved tensor
 """
 
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -46,6 +47,7 @@ from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
 from flatshard.precision import tensors_in
 from flatshard.tensor.sharded_tensor import untraced
+from flatshard.units.module_proxy import ModuleProxy
 
 
 class Forward:
@@ -214,7 +216,7 @@ class Forward:
         # Broadcast module buffers before any module reads them, but not if only a part of the model
         # is called.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
-            state.buffers.before_forward(recomputes, state.under_no_sync)
+            state.buffers.before_forward(recomputes, state.under_no_sync, calls_wrapper(unit))
         for watcher in state.watchers:
             watcher.enter_forward(unit, recomputes)
         call = Call()
@@ -392,6 +394,18 @@ class Forward:
 
 # The code of `Module.__call__`.
 _CALLS = nn.Module._wrapped_call_impl.__code__  # type: ignore[attr-defined]
+# Compare the file, because Dynamo compiles a copy of the function's code.
+_WRAPPERS = ModuleProxy.forward.__code__.co_filename
+
+
+def calls_wrapper(unit: Unit) -> bool:
+    """Whether the program called the unit's wrapper, not the wrapped module (``model.module(x)``).
+
+    In doubt True: if Dynamo calls the module, or if another model's wrapper contains the call.
+    """
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    calls = [one for one in frames if one.f_code is _CALLS and one.f_locals["self"] in unit.modules]
+    return not calls or any(one.f_code.co_filename == _WRAPPERS for one in frames)
 
 
 def _call_module(module: Any, /, *args: Any, **kwargs: Any) -> Any:

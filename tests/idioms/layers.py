@@ -70,8 +70,9 @@ def _normed(side: Side, net: nn.Module, *units: type[nn.Module]) -> Any:
     model = side.wrap(net, *units)
     results = side.fit(model)
     model.eval()
-    with torch.no_grad():
-        return [*results, model(side.draw(9, ROWS, 7))]
+    x = side.draw(9, ROWS, 7)
+    with torch.no_grad():  # `module` computes with this rank's buffers, the model with rank 0's
+        return [*results, side.inner(model)(x), model(x)]
 
 
 @idiom("`BatchNorm` and its running statistics")

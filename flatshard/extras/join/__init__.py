@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.events import StepExtension
+from flatshard.engine.forward import calls_wrapper
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
@@ -167,7 +168,8 @@ class Join(StepExtension):
             self._check_unedited()
         syncs = tuple(sync.value for sync in state.syncs)
         options = sorted((self._key(one), _options_of(one)) for one in self._optimizers)
-        detail = torch.is_grad_enabled(), syncs, state.under_no_sync, unit is state.root, options
+        of_root = unit is state.root and calls_wrapper(unit)
+        detail = torch.is_grad_enabled(), syncs, state.under_no_sync, of_root, options
         self._exchange(Doing("forward", detail))
         self._begin()
 
@@ -307,7 +309,7 @@ class Join(StepExtension):
         self._begin()
         if of_root and self._buffers is not None:
             with torch.set_grad_enabled(grad_enabled):
-                self._buffers.before_forward(False, under_no_sync)
+                self._buffers.before_forward(False, under_no_sync, True)
 
     def follow_gather(self, number: int, purpose: str) -> None:
         handle = self._handles[number]
