@@ -8,8 +8,8 @@ extra state, users' hooks and ``state_dict()`` of a submodule work as in an unwr
 In an unwrapped model's state dict, the tensors share memory with the parameters, and some classes
 for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
 are full copies of the parameters. So ``WriteThrough`` looks for writes into the copies when the
-model is used next or when a copy is freed, and then copies the written values to the shards. It
-also watches tensors that the program has assigned to ``p.data``, such as ``q.data``.
+model or the parameter is used next or when a copy is freed, and then copies the written values to
+the shards. It also watches tensors that the program has assigned to ``p.data``, such as ``q.data``.
 """
 
 import sys
@@ -29,7 +29,7 @@ from flatshard.engine.unit import Unit
 from flatshard.memory import ALONE, num_uses, sample
 from flatshard.optimizer.state_dicts import StateDict, check_order, is_for_rank_0, torch_request
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, state_shard
+from flatshard.tensor.sharded_tensor import WATCHING, FlatShardTensor, local_range, state_shard
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -306,6 +306,7 @@ class WriteThrough:
         with torch.inference_mode(False):
             copy = full.detach()
         self.given[id(ref)] = WatchedCopy(ref, copy, _state(copy), handle, param, identity(handle))
+        WATCHING.add(self)
 
     def assign(self, handle: FlatParamHandle, param: OriginalParam, value: Tensor) -> None:
         """Carry out ``p.data = value``. Later writes to ``value`` also reach the parameter."""
@@ -315,7 +316,9 @@ class WriteThrough:
 
     def _write(self, handle: FlatParamHandle, param: OriginalParam, value: Tensor) -> None:
         before = identity(handle)
-        with torch.inference_mode(False), torch.no_grad():
+        # Without `__torch_function__`, which would call `check` while the shards are written.
+        plainly = torch._C.DisableTorchFunctionSubclass()
+        with torch.inference_mode(False), torch.no_grad(), plainly:
             param.sharded.copy_(value)
         handle.page_out()
         for given in [*self.given.values()]:
@@ -327,10 +330,17 @@ class WriteThrough:
         if (given := self.given.pop(id(user), None)) and not is_ending():
             self.take_over([given])
 
-    def check(self) -> None:
-        """Copy users' writes to the shards. Raises RuntimeError if written values are lost."""
-        self.take_over([*self.given.values()])
+    def check(self, params: Collection[OriginalParam] | None = None) -> None:
+        """Copy users' writes to the shards. Raises RuntimeError if written values are lost.
+
+        ``params``: if given, only writes for the flat parameters that contain these are copied.
+        """
+        given = [*self.given.values()]
+        handles = {one.handle for one in given if params is None or one.param in params}
+        self.take_over([one for one in given if one.handle in handles])
         self.raise_lost()
+        if not self.given:
+            WATCHING.discard(self)
 
     def raise_lost(self) -> None:
         """Raise RuntimeError if values that the user wrote to a watched tensor are lost."""

@@ -65,6 +65,8 @@ GRADIENT = "gradient of"  # value of `FlatShardTensor.shard_role` for a paramete
 # Names of the units of which ``.grad`` has ever contained unreduced gradients. While this is empty,
 # there is no need to look for unreduced tensors.
 UNREDUCED_UNITS: set[str] = set()
+# The ``WriteThrough`` of each model of which the program may hold full tensors.
+WATCHING: Any = weakref.WeakSet()  # test `WATCHING.data`, which is faster
 # Sharded parameters whose ``.grad`` the program has set to a full tensor since the last backward.
 ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 # Modules in which torch defines collectives. A collective is recognised by its module, because its
@@ -375,6 +377,7 @@ class FlatShardTensor(torch.Tensor):
 
     def to_local(self) -> Tensor:
         """Return this rank's elements in memory order, ``(spec.numel,)``, without a copy."""
+        take_over_writes([self])
         return self.local.as_subclass(LocalView)
 
     def full_tensor(self) -> Tensor:
@@ -390,6 +393,7 @@ class FlatShardTensor(torch.Tensor):
         """
         if torch.is_grad_enabled() and self.requires_grad:
             return ABOVE_AUTOGRAD[FlatShardTensor.full_tensor](self)  # type: ignore[no-any-return]
+        take_over_writes([self])
         part, name = self.local.detach(), f"full tensor of {self.described}"
         return whole.start_gather([(self.spec, part, None)], name)()[0]  # type: ignore[return-value]
 
@@ -398,8 +402,9 @@ class FlatShardTensor(torch.Tensor):
         """The tensor without autograd, as ``Tensor.data`` of a plain tensor.
 
         An assignment copies the new values into this rank's range. Later writes to the assigned
-        tensor reach the parameter when the model is used next. Steps do not change the assigned
-        tensor. Tensors that users read from ``data`` before the assignment keep the old values.
+        tensor reach the parameter when the model or the parameter is used next. Steps do not change
+        the assigned tensor. Tensors that users read from ``data`` before the assignment keep the
+        old values.
         """
         return self.detach()
 
@@ -584,8 +589,8 @@ class FlatShardTensor(torch.Tensor):
         if is_collective(func):
             return collective(func, args, kwargs)
         try:
-            if func.__name__ not in ATTRIBUTES and torch.is_grad_enabled() and is_counted():
-                refuse_counted(func, first_sharded(args, kwargs).spec)
+            if (WATCHING.data or torch.is_grad_enabled()) and func.__name__ not in ATTRIBUTES:
+                prepare(func, args, kwargs)
             if func in ABOVE_AUTOGRAD:
                 if (result := ABOVE_AUTOGRAD[func](*args, **kwargs)) is not NotImplemented:
                     return result
@@ -740,16 +745,28 @@ def is_counted() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
-def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
-    """Raise NeedsFullTensor if the model exists and ``func`` does not write to a tensor.
+def prepare(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Prepare a call of torch's ``func``: ``take_over_writes``.
 
-    The caller then runs ``func`` with full tensors. Trying ``func`` on the shard first could save
-    tensors before it fails, and ``torch.utils.checkpoint`` would count them (``is_counted``).
+    Raises NeedsFullTensor if ``is_counted``, the model exists, and ``func`` does not write to a
+    tensor. The caller then runs ``func`` with full tensors. Trying ``func`` on the shard first
+    could save tensors before it fails, and ``torch.utils.checkpoint`` would count them.
     """
+    if WATCHING.data:
+        take_over_writes(sharded_in((*args, *kwargs.values())))
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
-    if not changes and spec.owner is not NOBODY:
-        spec.refuse(name)
+    if not changes and torch.is_grad_enabled() and is_counted():
+        spec = first_sharded(args, kwargs).spec
+        if spec.owner is not NOBODY:
+            spec.refuse(name)
+
+
+def take_over_writes(tensors: Iterable[FlatShardTensor]) -> None:
+    """Copy values to the shards that the program wrote to full tensors of ``state_dict()``."""
+    params = {t.spec.original for t in tensors if t.shard_role != GRADIENT}
+    for writes in [*WATCHING] if params else ():
+        writes.check(params)
 
 
 def _check_writer(fqn: str, num_boxes: int) -> None:

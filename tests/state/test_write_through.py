@@ -66,6 +66,31 @@ def test_of_a_model_that_trains(rank: int, world_size: int, way: str) -> None:
 
 
 @on_ranks(2)
+def test_reads_of_a_written_parameter(rank: int, world_size: int) -> None:
+    for read in (
+        lambda p: p.full_tensor(),
+        lambda p: p.detach().full_tensor(),
+        lambda p: p.sum() / 6,
+        lambda p: p.data.clone().full_tensor(),
+        lambda p: p.data.mul_(1).full_tensor(),
+        lambda p: p.to_local(),
+        lambda p: torch._foreach_mul([p], 1.0)[0].full_tensor(),
+    ):
+        layer = nn.Linear(3, 2)
+        nn.init.ones_(layer.weight)
+        model = ShardedWrapper(layer)
+        state = model.state_dict()
+        for value in state.values():
+            value.mul_(2)
+        with torch.no_grad():
+            assert (read(model.weight) == 2).all()
+    model.weight.data.zero_()
+    state["weight"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"'weight': .*had changed after"):
+        model.weight.full_tensor()
+
+
+@on_ranks(2)
 def test_data_of_another_model(rank: int, world_size: int) -> None:
     """`q.data = p.data`: the second model follows the first, until both are trained."""
     online, target = (pair(rank, world_size, "full")[0] for _ in range(2))
