@@ -65,7 +65,7 @@ class KeepsLoss(nn.Sequential):
     def forward(self, x):
         self.last = super().forward(x)
         return self.last
-model, _ = start(lambda model: DDP(KeepsLoss(*model)))
+model, _ = start(lambda model: DDP(KeepsLoss(nn.utils.weight_norm(model[0]), *model[1:])))
 optimizer = torch.optim.Adam(model.parameters())
 def after(step):
     if step == 1 and dist.get_rank() == 0:
