@@ -173,7 +173,7 @@ def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
 class Closure:
     """Replaces the user's closure in ``optimizer.step(closure)``."""
 
-    def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
+    def __init__(self, run: Callable[..., Any], optimizer: Optimizer, *, is_early: bool) -> None:
         """Store ``run``, which calls the user's closure. With ``is_early``, also call ``run`` now.
 
         The early call shows which parameters have gradients. The optimizer's own first call returns
@@ -183,18 +183,24 @@ class Closure:
         self.loss = run() if is_early else None
         self._is_new = is_early
 
-    def __call__(self) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer
+        if self._is_new and (args or kwargs):
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} calls its closure with arguments. But to see which "
+                "parameters have gradients, flatshard has called the closure before the step, "
+                "without arguments. Use an optimizer that calls closure() without arguments."
+            )
         if self._is_new:
             self._is_new = False
             return self.loss
-        optimizer = self._optimizer
         # Remove the optimizer from `stepping`. Otherwise `restore_all`, which the forward in the
         # user's closure calls, would call `adapter.undo`.
         stepping.pop(optimizer, None)
         adapter = adapter_of(optimizer)
         try:
             adapter.pause(optimizer)
-            self.loss = self._run()
+            self.loss = self._run(*args, **kwargs)
         except BaseException:
             adapter.undo(optimizer)
             raise

@@ -114,9 +114,9 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
     closure: Any = None
     if given is not None:
 
-        def run() -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:  # composer's SAM passes arguments
             with torch.enable_grad():
-                result = given()
+                result = given(*args, **kwargs)
             for extension in adapters.extensions:
                 extension.before_step(optimizer)
             _check_params(optimizer)  # check again, because the closure has computed gradients

@@ -52,7 +52,7 @@ def _local(value: Any, spec: ShardSpec) -> Any:
             raise NeedsFullTensor(
                 f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} "
                 f"{value.spec.shape} are sharded with different shapes, strides or ranges, so one "
-                "operation cannot combine them. Call full_tensor() of both on all ranks.",
+                "operation cannot combine them. To read values, call full_tensor() on all ranks.",
                 spec,
             )
         return value.local
@@ -193,6 +193,12 @@ def _operand(value: Any) -> str:
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused operation, which combines tensors at the same position in lists."""
+    written = [
+        values
+        for argument, values in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    are_alike = all(tensor.is_alike for tensor in sharded_tensor.sharded_in(written))
     # The `ShardSpec` of the first sharded tensor at each position, or None. Other lists may have
     # plain tensors at this position, such as updates of sharded parameters.
     specs = [
@@ -203,7 +209,10 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def local(values: Any) -> Any:
         if not isinstance(values, list | tuple) or not any(isinstance(v, Tensor) for v in values):
             return values
-        return [v if s is None else _local(v, s) for v, s in zip(values, specs, strict=False)]
+        pairs: Any = zip(values, specs, strict=False)
+        if written and are_alike and not any(values is one for one in written):
+            pairs = [(v if s is None else _whole_if_cut_elsewhere(v, s), s) for v, s in pairs]
+        return [v if s is None else _local(v, s) for v, s in pairs]
 
     is_mutable = func._schema.is_mutable
     if not is_mutable:
@@ -223,13 +232,12 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             like.refuse(func._schema.name)  # a reduction, such as `_foreach_powsum`
         role = f"{func._opname} of {like.shard_role}"
         return [v if spec is None else FlatShardTensor(v, spec, role=role) for v, spec in pairs]
-    for argument, values in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            sharded_tensor.wrote((values,))
-            for position, value in enumerate(values):
-                if isinstance(value, FlatShardTensor) and value.shard_origin.may_change:
-                    operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
-                    _record_write(value, sharded_tensor.origin_of(operands), func, operands)
+    for values in written:
+        sharded_tensor.wrote((values,))
+        for position, value in enumerate(values):
+            if isinstance(value, FlatShardTensor) and value.shard_origin.may_change:
+                operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
+                _record_write(value, sharded_tensor.origin_of(operands), func, operands)
     return None
 
 

@@ -411,6 +411,8 @@ class FlatShardTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
+        if isinstance(value, FlatShardTensor) and value.local is self.local:
+            return  # for example, `model.module.cpu()` assigns each parameter to itself
         with torch.no_grad():
             # After `kept = p.data; p.data = other`, `kept` must still have the old values.
             for alias in list((self.shard_origin.aliases or {}).values()):

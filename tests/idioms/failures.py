@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatshard import declare_elementwise
+from flatshard import FlatShardTensor, declare_elementwise
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import assert_raises, naming
 from tests.idioms.graphs import penalty_of
@@ -230,7 +230,7 @@ def closure_of_whole_parameters(side: Side) -> Any:
         """Not known to be element-wise."""
 
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            return super().step(closure)
+            return super().step(closure) if self.defaults["lr"] else closure(sync=False)
 
     model = side.wrap(Mlp())
     optimizer = Outside(model.parameters(), lr=0.1, momentum=0.9)
@@ -240,6 +240,9 @@ def closure_of_whole_parameters(side: Side) -> Any:
         results.append(optimizer.step(side.closure(model, step, [])).detach())
         optimizer.zero_grad()
     if side.is_flatshard:
+        if isinstance(next(model.parameters()), FlatShardTensor):
+            with pytest.raises(NotImplementedError, match="calls its closure with arguments"):
+                Outside(model.parameters(), lr=0.0).step(side.closure(model, 0, []))
         for kind in (Outside, torch.optim.SGD):
             with pytest.raises(RuntimeError, match="accumulated under no_sync and not reduced"):
                 kind(model.parameters(), lr=0.1).step(lambda: _accumulate(side, model, 0))

@@ -232,8 +232,9 @@ def _parts_are_moved_where_they_are() -> None:
     for child in model.children():
         child.to("cpu")
     assert_same(model, before, 0.0, 0.0)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
     for change in (nn.Module.double, nn.Module.share_memory):
         with naming(change), pytest.raises(RuntimeError, match="is sharded"):
             change(model.fc1)
