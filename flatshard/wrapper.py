@@ -178,8 +178,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         units, the graph ends at each of these units.
         """
         module = self.module
-        compiled = torch.compile(call_of(module), *args, **kwargs)
-        module.__dict__["_compiled_call_impl"] = compiled
+        module.__dict__["_compiled_call_impl"] = torch.compile(call_of(module), *args, **kwargs)
         surround_calls(self._sharded_unit, module)
 
     def no_sync(
@@ -217,8 +216,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: a forward or backward of the model is running.
             ValueError: ``max_bytes`` is negative.
         """
-        context = self._sharded_unit.context
-        return accumulating(context, max_bytes, replicas_only=replicas_only)
+        return accumulating(self._sharded_unit.context, max_bytes, replicas_only=replicas_only)
 
     def average_over(self, count: float | Tensor) -> None:
         """Average the gradients of the next backward over counts, such as tokens, not over ranks.

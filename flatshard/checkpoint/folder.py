@@ -198,10 +198,8 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     marker = replace(marker, saved_at=max(time.time(), math.nextafter(last, math.inf)))
     # Wait up to 10 s: a network file system may show the files of another host with a delay.
     check_lengths(folder, marker.lengths, "Save on a file system that all hosts share.", wait=10)
-    with (folder / MARKER).open("w") as file:
-        json.dump(asdict(marker), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / MARKER).write_text(json.dumps(asdict(marker), indent=1))
+    sync(folder / MARKER)
     sync(folder)
     os.rename(folder, path)
     sync(path.parent)

@@ -292,8 +292,7 @@ class Save:
                     f"{', '.join(missing):.300}. {_TENSORS}"
                 )
             files = {name: record for one in records for name, record in one.items()}
-            marker = folders.Marker(len(ranks.ranks), self.step, files)
-            folders.finish(self.path, marker, self.keep)
+            folders.finish(self.path, folders.Marker(len(ranks.ranks), self.step, files), self.keep)
 
         ranks.on_first(complete, self.op_name)
 

@@ -200,8 +200,7 @@ class Communicator(Members):
             self._reduce_on_stream(as_real(values), op, op_name)
         else:
             collective = partial(dist.all_reduce, op=getattr(dist.ReduceOp, op))
-            kind = f"{op} of {values.numel()} {values.dtype}"
-            self.host.run(collective, values, kind, op_name)
+            self.host.run(collective, values, f"{op} of {values.numel()} {values.dtype}", op_name)
         return values
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:

@@ -302,8 +302,8 @@ class AsyncWork(named):
     # Objects like ``dist.Work`` that complete when all ranks have received this rank's data.
     sends: Sequence[Any] = ()
     reports_end: bool = True  # whether `done` can become true before `wait` is called
-    # Whether `is_sent` can become true before `wait_sends` is called. Gloo's sends complete only
-    # while a thread waits for them.
+    # Whether ``sends`` can complete before `wait_sends` is called. Gloo's sends complete only while
+    # a thread waits for them.
     reports_sent: bool = True
     condition: WaitCondition | None = None  # when a wait for ``works`` ends
     sends_need: WaitCondition | None = None  # when a wait for ``sends`` ends
@@ -359,13 +359,6 @@ class AsyncWork(named):
                 return f"{self.op_name} (rank {peer} has not arrived)"
         return self.op_name
 
-    def is_sent(self) -> bool:
-        """Whether all sends of this collective are complete. If so, releases the sent tensors."""
-        if not all(work.is_completed() for work in self.sends):
-            return False
-        self.wait_sends()
-        return True
-
     def wait_sends(self) -> None:
         """Wait until the other ranks have received all data of this rank."""
         sends, self.sends = self.sends, ()
@@ -393,4 +386,7 @@ class PendingSends:
 
     def drop_sent(self) -> None:
         """Release the tensors of all collectives whose data the other ranks have received."""
-        self.pending = [one for one in self.pending if not (one.reports_sent and one.is_sent())]
+        for one in [*self.pending]:
+            if one.reports_sent and all(work.is_completed() for work in one.sends):
+                one.wait_sends()
+                self.pending.remove(one)

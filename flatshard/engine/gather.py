@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork
-from flatshard.memory import NOTHING, AllocatedBuffer, BufferMemory, copy_stream, on_copy_stream
+from flatshard.memory import NOTHING, AllocatedBuffer, BufferMemory, on_side_stream, side_stream
 from flatshard.options.extras import extra
 from flatshard.tensor.flat_parameter import FlatParamPlan
 
@@ -97,7 +97,7 @@ class ParamGather:
         ``version``: the version counter of ``shard``, which shows whether earlier copies of the
         shard are stale.
         """
-        with on_copy_stream(self._device) if self._is_offloaded else NOTHING:
+        with on_side_stream(self._device, "offload") if self._is_offloaded else NOTHING:
             if self.secondary is not None:
                 self.begin_refresh(shard, version)
                 if self.secondary.is_current(version):
@@ -159,9 +159,10 @@ class ParamGather:
             self._work.wait(self._plan.pending_sends)
             self._work = None
         if self._is_offloaded:
-            # Make the compute stream wait until the copy stream has filled the buffer. Wait only
+            # Make the compute stream wait until the side stream has filled the buffer. Wait only
             # now, so that kernels that do not need the parameters run before.
-            torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
+            offload = side_stream(self._device, "offload")
+            torch.cuda.current_stream(self._device).wait_stream(offload)
         if self._packed is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._float8.unpack(self._packed, buffer)
@@ -195,6 +196,6 @@ class ParamGather:
         if secondary is None or self._topology.inter_group.size == 1:
             return
         if not secondary.is_current(version):
-            copying = on_copy_stream(self._device) if self._is_offloaded else NOTHING
+            copying = on_side_stream(self._device, "offload") if self._is_offloaded else NOTHING
             with torch.inference_mode(False), torch.no_grad(), copying:
                 secondary.begin_refresh(self._source(shard, version), version, self.tags[1])

@@ -26,7 +26,7 @@ from torch import Tensor
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.transports import Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork
-from flatshard.memory import BufferCache, storage_bytes
+from flatshard.memory import BufferCache, on_side_stream, storage_bytes
 from flatshard.tensor.flat_parameter import FlatParamPlan
 
 
@@ -179,7 +179,7 @@ class GradReduce:
         # Keep references to the tensors that the side stream reads: the current stream does not
         # wait for the side stream before `finish`, and could reuse freed memory too early.
         self._read_on_side_stream = [full, self._intra_reduced, *self.work.kept]
-        with torch.cuda.stream(_side_stream(self._out)):
+        with on_side_stream(self._out.device, "later stages"):
             self.start_second_stage()
             self._read_on_side_stream = [*self._read_on_side_stream, *self.work.kept]
             while self.later_stages:
@@ -277,18 +277,3 @@ def zero(pieces: list[Tensor]) -> None:
     """Zero all ``pieces``, with a single kernel on an accelerator."""
     if pieces:
         torch._foreach_zero_(pieces)
-
-
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """Return a side stream, after letting it wait for the current stream of the tensor's device.
-
-    On this stream, later stages wait for the first stage, while the compute stream continues.
-    """
-    if tensor.device not in _side_streams:
-        _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
-    side = _side_streams[tensor.device]
-    side.wait_stream(torch.cuda.current_stream(tensor.device))
-    return side

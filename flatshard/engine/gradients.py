@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.grad_reduce import GradReduce, ReducePlan, zero
-from flatshard.memory import BufferCache, copy_stream, on_copy_stream, storage_bytes
+from flatshard.memory import BufferCache, on_side_stream, side_stream, storage_bytes
 from flatshard.precision import get_grad, put_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import (
@@ -491,7 +491,7 @@ class Gradients:
         if reduced.device.type == "cpu":
             place.copy_(reduced)
         else:
-            with on_copy_stream(reduced.device):
+            with on_side_stream(reduced.device, "offload"):
                 place.copy_(reduced, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
@@ -500,7 +500,7 @@ class Gradients:
             # delays the reuse of this memory until the copy is complete. (If this object kept
             # `reduced` until `_finish_copies`, all gradients of the model would stay on the device
             # until the end of backward.)
-            reduced.record_stream(copy_stream(reduced.device))
+            reduced.record_stream(side_stream(reduced.device, "offload"))
         self._target.page_out(place)
         return place
 

@@ -312,9 +312,7 @@ class FlatParamHandle:
         Does nothing unless every rank holds the whole flat parameter. Then users see plain
         parameters, which are views of the shard until the user assigns to ``p.data``.
         """
-        if not self.is_whole:
-            return
-        if all(
+        if not self.is_whole or all(
             param.sharded.data_ptr() == view_of(self.flat_param, param.span).data_ptr()
             or not param.span.numel
             for param in self.params

@@ -107,8 +107,7 @@ class RunState:
         """Recompute cached sizes and storages, after unsharded buffers were reallocated."""
         # On a single rank, a flat parameter without a separate unsharded buffer never communicates.
         is_alone = self.world.size == 1
-        devices = (h.device for h in self.handles if h.buffer_bytes or not is_alone)
-        self.device = next(devices, None)
+        self.device = next((h.device for h in self.handles if h.buffer_bytes or not is_alone), None)
         # `Prefetch` and `ReduceQueue` cache the sizes of buffers. `Forward` caches their storages,
         # to recognise views of buffers among the tensors that autograd saves.
         for part in (self.prefetch, self.backward.queue, self.forward):

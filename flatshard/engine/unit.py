@@ -210,6 +210,7 @@ class Unit:
                     # not see autograd's reference to the hook, so it could never free a cycle
                     # through the hook: the model would leak.
                     param.connect(partial(receive, weakref.ref(handle), param.index))
+            handle.count_trainable()
         self.for_backward = [handle for handle in self.handles if not handle.is_lookup]
         for module in self.modules:
             inside = set(module.modules())
@@ -217,8 +218,6 @@ class Unit:
                 (handle, [place for place in handle.places if place[0] in inside])
                 for handle in self.handles
             ]
-        for handle in self.handles:
-            handle.count_trainable()
 
     @property
     def buffer_bytes(self) -> int:

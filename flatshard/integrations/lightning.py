@@ -188,8 +188,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        for one, state in zip(self.optimizers, states, strict=False):
+        for one, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             ShardedWrapper.optim_state_dict_to_load(self.model, one, state, load_directly=True)
 
 

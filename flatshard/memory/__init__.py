@@ -4,12 +4,11 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatshard.options import CPUOffload
 from flatshard.units.layout import as_bytes
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -193,18 +192,13 @@ class OffloadTargets:
     state: Any = None
     keeps_copy: bool = False  # whether a copy of the shard for all-gathers stays on the device
 
-    @classmethod
-    def find(cls, offload: CPUOffload, device: torch.device) -> Self:
-        """Return the targets for an offload policy without a disk. Units compute on ``device``."""
-        if not offload.is_on or device.type == "cpu":
-            return cls()
-        host = HostMemory(pinned=offload.pin_memory)
-        return cls(host, host, keeps_copy=not offload.takes_params)
-
 
 @functools.cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the CUDA stream on which shards are copied from the host and gradients to the host."""
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """Return the CUDA stream for ``purpose``, the same in each call.
+
+    On the stream for "offload", shards are copied from the host, and gradients to the host.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -219,9 +213,9 @@ NOTHING: contextlib.AbstractContextManager[object] = _Nothing()  # type: ignore[
 
 
 @contextlib.contextmanager
-def on_copy_stream(device: torch.device) -> Iterator[None]:
-    """Context in which CUDA work is queued on the copy stream, behind the current stream's work."""
-    stream = copy_stream(device)
+def on_side_stream(device: torch.device, purpose: str) -> Iterator[None]:
+    """Context in which CUDA work is queued on a side stream, behind the current stream's work."""
+    stream = side_stream(device, purpose)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

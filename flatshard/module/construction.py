@@ -24,7 +24,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.forward import surround_calls
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.memory import Checksum, OffloadTargets, checksum
+from flatshard.memory import Checksum, HostMemory, OffloadTargets, checksum
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
@@ -142,9 +142,12 @@ def _offload_targets(plan: ModelPlan) -> OffloadTargets:
     for planned in plan.units:
         planned.lay_out(planned.settings.topology.shard.size)
     offload = plan.settings.cpu_offload
-    if offload.path is None:
-        return OffloadTargets.find(offload, plan.settings.device)
-    return extra("disk", "CPUOffload(path=...)").find_targets(plan)  # type: ignore[no-any-return]
+    if offload.path is not None:
+        return extra("disk", "CPUOffload(path=...)").find_targets(plan)  # type: ignore[no-any-return]
+    if not offload.is_on or plan.settings.device.type == "cpu":
+        return OffloadTargets()
+    host = HostMemory(pinned=offload.pin_memory)
+    return OffloadTargets(host, host, keeps_copy=not offload.takes_params)
 
 
 def _make_units(plan: ModelPlan, values: "InitialValues", targets: OffloadTargets) -> list[Unit]:

@@ -51,8 +51,7 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
     # As in DistributedDataParallel, a model that has no buffers when it is wrapped never broadcasts
     # buffers.
     if settings.broadcast_buffers and root_checks.shared_buffers():
-        shared = root_checks.shared_buffers
-        context.buffers = BufferSync(world, context.span, shared, number)
+        context.buffers = BufferSync(world, context.span, root_checks.shared_buffers, number)
     prefetch = Prefetch(context, settings.forward_prefetch, settings.backward_prefetch)
     backward = Backward(context, prefetch)
     forward = Forward(context, backward, prefetch, root_checks)
@@ -205,8 +204,7 @@ class RootChecks:
         self._modules = list(root.module.modules())
         _watched.update((root, *self._modules))
         _install()
-        is_summoned = any(handle.summoned is not None for handle in handles)
-        if world.size == 1 or is_summoned:
+        if world.size == 1 or any(handle.summoned is not None for handle in handles):
             return
         for handle in handles:
             handle.check_places()

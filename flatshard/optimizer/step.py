@@ -122,8 +122,7 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
             _check_params(optimizer)  # check again, because the closure has computed gradients
             return result
 
-        is_early = adapter.needs_loss(optimizer)
-        closure = adapters.Closure(run, optimizer, is_early=is_early)
+        closure = adapters.Closure(run, optimizer, is_early=adapter.needs_loss(optimizer))
     _check_params(optimizer)
     # Call `at_step` only for an outermost step, not inside the step of another optimizer.
     for record in () if stepping else adapters.at_step:

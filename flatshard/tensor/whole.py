@@ -124,8 +124,7 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     def wait() -> None:
         work.wait()
         targets = [*chain(*receives)]
-        values = received.split([*map(nbytes, targets)])
-        for target, data in zip(targets, values, strict=False):
+        for target, data in zip(targets, received.split([*map(nbytes, targets)]), strict=False):
             as_bytes(target).copy_(data)
 
     return wait

@@ -166,8 +166,8 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
         mock.patch.object(Tensor, "record_stream") as record_stream,
-        mock.patch.object(gradients, "on_copy_stream", return_value=contextlib.nullcontext()),
-        mock.patch.object(gradients, "copy_stream", return_value="for copies"),
+        mock.patch.object(gradients, "on_side_stream", return_value=contextlib.nullcontext()),
+        mock.patch.object(gradients, "side_stream", return_value="for copies"),
         mock.patch.object(torch.cuda, "Event"),
     ):
         reduced = torch.empty(4, device="meta")

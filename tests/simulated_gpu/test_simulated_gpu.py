@@ -48,20 +48,19 @@ def test_a_main_stream_that_lags_behind_changes_nothing(gpu: Gpu) -> None:
     check(found, OFFLOADED)
 
 
-SITES: dict[str, tuple[str, str]] = {
-    # What lags behind, and the case.
-    "every": ("SIDE", OFFLOADED),
-    "AsyncWork.wait": ("SIDE", OFFLOADED),  # of compute for a collective
-    "ParamGather.finish": ("SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
-    "Gradients._finish_copies": ("SIDE", OFFLOADED),  # of the host for a copy
-    "on_copy_stream": ("MAIN", OFFLOADED),  # of a copy for what is computed
-    "_side_stream": ("MAIN", "NO_SHARD,fp32,plain"),  # of a reduction for the gradients
-}
+SITES = [
+    # The function that does not wait, what lags behind, and the case.
+    ("every", "SIDE", OFFLOADED),
+    ("AsyncWork.wait", "SIDE", OFFLOADED),  # of compute for a collective
+    ("ParamGather.finish", "SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
+    ("Gradients._finish_copies", "SIDE", OFFLOADED),  # of the host for a copy
+    ("on_side_stream", "MAIN", OFFLOADED),  # of a copy for what is computed
+    ("on_side_stream", "MAIN", "NO_SHARD,fp32,plain"),  # of a reduction for the gradients
+]
 
 
-@pytest.mark.parametrize("site", usual_and_every(2, SITES))
-def test_a_wait_that_lacks_is_seen(gpu: Gpu, site: str) -> None:
-    lagging, case = SITES[site]
+@pytest.mark.parametrize(("site", "lagging", "case"), usual_and_every(2, SITES))
+def test_a_wait_that_lacks_is_seen(gpu: Gpu, site: str, lagging: str, case: str) -> None:
     late = {f"SIMULATED_{lagging}_DELAY": "6000", "SIMULATED_WITHOUT_WAIT": site}
     (found,) = gpu.run(2, case, **late)
     assert not found.distance <= LIMITS["fp32"].distance

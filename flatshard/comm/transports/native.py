@@ -82,8 +82,7 @@ class NativeTransport(Transport):
         group = self._members.reduce_group
         need = self._members.history.begin(group)
         work = dist.all_reduce(as_real(buffer), op=dist.ReduceOp.AVG, group=group, async_op=True)
-        works = [] if self._members.is_fake else [work]
-        return AsyncWork(works, op_name, [buffer], condition=need)
+        return AsyncWork([] if self._members.is_fake else [work], op_name, [buffer], condition=need)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
         # Run each kind of reduction once, so that the backend opens connections now. Opening

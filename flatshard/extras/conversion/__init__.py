@@ -107,8 +107,7 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         for original, grad in zip(handle.params, grads, strict=True):
             if isinstance(grad, FlatShardTensor):
                 local, origin = take_in(fn(grad.local)), grad.shard_origin
-                role = grad.shard_role
-                twin = FlatShardTensor(local, original.spec, role=role, origin=origin)
+                twin = FlatShardTensor(local, original.spec, role=grad.shard_role, origin=origin)
                 set_grad(original.sharded, twin)
             elif grad is not None:
                 set_grad(original.sharded, take_in(fn(grad)))

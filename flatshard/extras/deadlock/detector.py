@@ -150,7 +150,7 @@ class Deadlock:
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
-        self._heard = _reports_for(wait.need, self._store)
+        self._heard = _read(self._store, wait.need.ranks[:_ASKED])
         stuck = self._stuck(mine)
         finding = self._finding(wait, stuck, mine)
         if finding is not None:
@@ -264,7 +264,7 @@ def _compare(now: float) -> None:
         store, begun = _own_store(), history.begun[kind]
         need = WaitCondition(history.name, kind, begun, history.others)
         _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
-        reason = _told(store, need) or _reason(need, _reports_for(need, store))
+        reason = _told(store, need) or _reason(need, _read(store, need.ranks[:_ASKED]))
         if reason is not None:
             problem = _tell(store, reason, _all_begun()).text
             _logger.error("%s", problem)
@@ -285,7 +285,7 @@ def explain(wait: BlockedWait) -> str | None:
 def _why(need: WaitCondition) -> str | None:
     store = default_store()
     # Also use findings about earlier waits: another rank may have ended in such a wait.
-    found = _told(store, need, is_exact=False) or _reason(need, _reports_for(need, store))
+    found = _told(store, need, is_exact=False) or _reason(need, _read(store, need.ranks[:_ASKED]))
     return found and found.text
 
 
@@ -296,10 +296,6 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
     # no false deadlock is reported.
     unsaid = need.number if need.kind in (PROGRAM, ON_GPU) else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
-
-
-def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    return _read(store, need.ranks[:_ASKED])
 
 
 def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:

@@ -312,10 +312,8 @@ class Join(StepExtension):
                 self._buffers.before_forward(False, under_no_sync, True)
 
     def follow_gather(self, number: int, purpose: str) -> None:
-        handle = self._handles[number]
-        handle.unshard(purpose)
-        handle.wait_unshard()
-        handle.reshard()
+        self._handles[number].unshard(purpose)
+        self._handles[number].reshard()
 
     def follow_backward(self, grads: tuple[str, ...]) -> None:
         self._treat(grads)

@@ -81,8 +81,7 @@ class Replay:
         marks = [event for event in trace.events if isinstance(event, Mark)]
         begin = marks.index(Mark("backward"))
         made = {mark.block for mark in marks[:begin] if mark.what == "allocate"}
-        freed = {mark.block for mark in marks[begin:] if mark.what == "free"}
-        self._saved = made & freed
+        self._saved = made & {mark.block for mark in marks[begin:] if mark.what == "free"}
         entered, inputs = ([m.unit for m in marks if m.what == one] for one in ("enter", "input"))
         self.order = list(dict.fromkeys(entered))  # units in the order of forward
         self._inputs = Counter(inputs)  # for each unit: number of inputs that need a gradient

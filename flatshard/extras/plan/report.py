@@ -420,5 +420,4 @@ def run(options: dict[str, Any]) -> None:
     """Print the plan for ``options``. Raises ValueError if the options cannot be used."""
     as_json = options.pop("json")
     made = plan(**options)
-    found = [asdict(one) for one in made.choices]
-    print(json.dumps(found, indent=1) if as_json else made)
+    print(json.dumps([asdict(one) for one in made.choices], indent=1) if as_json else made)

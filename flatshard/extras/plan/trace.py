@@ -196,8 +196,7 @@ class _Recorder(TorchDispatchMode):
 
         def enter(_: Any, args: Any, kwargs: Any) -> Any:
             mark("enter")
-            cast = casts.cast_inputs(args, kwargs, is_root=not unit.name)
-            args, kwargs = cast or (args, kwargs)
+            args, kwargs = casts.cast_inputs(args, kwargs, is_root=not unit.name) or (args, kwargs)
             if not self.in_backward:
                 for tensor in _with_gradients((args, kwargs)):
                     mark("input")

@@ -277,13 +277,11 @@ class Summoned:
         handle = self._handle
         # Read all gradients first: setting one `.grad` may change a gradient that is read later.
         grads = [param.grad for param in self.copies]
-        for original in handle.params:
+        for original, grad in zip(handle.params, grads, strict=True):
             original.sharded.grad = None
-        for original in handle.params:
-            if (grad := grads[original.index]) is None:
-                continue
-            part = grad if handle.is_whole else original.spec.slice(grad)
-            part = part.to(handle.flat_param.device, copy=True)
-            if not handle.is_whole:
-                part = FlatShardTensor(part, original.spec, role=GRADIENT)
-            set_grad(original.sharded, part)
+            if grad is not None:
+                part = grad if handle.is_whole else original.spec.slice(grad)
+                part = part.to(handle.flat_param.device, copy=True)
+                if not handle.is_whole:
+                    part = FlatShardTensor(part, original.spec, role=GRADIENT)
+                set_grad(original.sharded, part)

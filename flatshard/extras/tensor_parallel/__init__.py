@@ -199,5 +199,4 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
                 "in a shard group of one rank (as NO_SHARD)": settings.topology.shard.size == 1,
             }
             for one in (one for one in flat.infos if hasattr(one.param, "dtensor_split")):
-                where = f"{unit_text(unit.name)}: parameter {one.name!r} is a DTensor"
-                _refuse(where, reasons)
+                _refuse(f"{unit_text(unit.name)}: parameter {one.name!r} is a DTensor", reasons)

@@ -170,8 +170,7 @@ def read(model: nn.Module, caller: str, options: Options, units: Any, finish: An
         order = [*(name for some in flats.values() for name, _ in some), *(one[0] for one in rest)]
         return (flats, rest, lora), {"the call": f"{options}", "the list of tensors": repr(order)}
 
-    remedy = "Pass equal arguments on every rank."
-    flats, rest, lora = agreed(prepare, [world.host], caller, remedy)
+    flats, rest, lora = agreed(prepare, [world.host], caller, "Pass equal arguments on every rank.")
     versions = {handle: handle.version for handle in flats}
     if lora is not None:
         some = Options(device=options.device, names=lora.sources, ranks=options.ranks)
