@@ -187,9 +187,9 @@ class Closure:
         optimizer = self._optimizer
         if self._is_new and (args or kwargs):
             raise NotImplementedError(
-                f"{type(optimizer).__name__} calls its closure with arguments. But to see which "
-                "parameters have gradients, flatshard has called the closure before the step, "
-                "without arguments. Use an optimizer that calls closure() without arguments."
+                f"{type(optimizer).__name__} calls its closure with arguments. But flatshard has "
+                "called closure() before the step, to see which parameters have gradients. Use an "
+                "optimizer that calls closure() without arguments."
             )
         if self._is_new:
             self._is_new = False

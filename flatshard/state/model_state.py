@@ -316,9 +316,8 @@ class WriteThrough:
 
     def _write(self, handle: FlatParamHandle, param: OriginalParam, value: Tensor) -> None:
         before = identity(handle)
-        # Without `__torch_function__`, which would call `check` while the shards are written.
-        plainly = torch._C.DisableTorchFunctionSubclass()
-        with torch.inference_mode(False), torch.no_grad(), plainly:
+        # Disable `__torch_function__`, which would call `check` while the shards are written.
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             param.sharded.copy_(value)
         handle.page_out()
         for given in [*self.given.values()]:

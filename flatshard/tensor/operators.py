@@ -193,11 +193,8 @@ def _operand(value: Any) -> str:
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused operation, which combines tensors at the same position in lists."""
-    written = [
-        values
-        for argument, values in zip(func._schema.arguments, args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    given = zip(func._schema.arguments, args, strict=False)
+    written = [v for one, v in given if one.alias_info is not None and one.alias_info.is_write]
     are_alike = all(tensor.is_alike for tensor in sharded_tensor.sharded_in(written))
     # The `ShardSpec` of the first sharded tensor at each position, or None. Other lists may have
     # plain tensors at this position, such as updates of sharded parameters.
