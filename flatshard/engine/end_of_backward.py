@@ -172,8 +172,8 @@ def _check_program(state: RunState, maxima: bytes) -> None:
             f"{backward}: ranks called load_state_dict(), or wrote to tensors of a state_dict(), "
             f"different numbers of times. The number for {difference}. The model now mixes shards "
             "of different states. Load or write the same state on every rank. If only one rank "
-            "edits tensors of a state_dict(), clone() the tensors first. Leave out broadcasts of "
-            "unchanged weights: all ranks have the same weights."
+            "edits tensors of a state_dict(), clone() the tensors first. Do not broadcast tensors "
+            "of a state_dict() to make ranks equal: a broadcast counts as a write."
         )
     if state.steps is not None:
         state.steps.raise_difference()

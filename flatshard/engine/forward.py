@@ -394,14 +394,15 @@ class Forward:
 
 # The code of `Module.__call__`.
 _CALLS = nn.Module._wrapped_call_impl.__code__  # type: ignore[attr-defined]
-# Compare the file, because Dynamo compiles a copy of the function's code.
+# Recognise a wrapper's frame by its file, not by its code object, which Dynamo may replace.
 _WRAPPERS = ModuleProxy.forward.__code__.co_filename
 
 
 def calls_wrapper(unit: Unit) -> bool:
     """Whether the program called the unit's wrapper, not the wrapped module (``model.module(x)``).
 
-    In doubt True: if Dynamo calls the module, or if another model's wrapper contains the call.
+    Returns True where this is unknown: if Dynamo calls the module, or if the call is made inside
+    the forward of another model's wrapper.
     """
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     calls = [one for one in frames if one.f_code is _CALLS and one.f_locals["self"] in unit.modules]

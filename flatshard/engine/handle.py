@@ -295,7 +295,7 @@ class FlatParamHandle:
         return self._edited_bytes().any().view(1) & self.is_current
 
     def edited_params(self) -> list[OriginalParam]:
-        """Return the parameters of which this rank's range of the buffer was edited."""
+        """Return the parameters with an edited element in this rank's range of the buffer."""
         is_edited = self._edited_bytes().view(-1, self.buffer.element_size()).any(1)
         at = is_edited.nonzero() + self.topology.index * len(is_edited)
         return [one for one in self.params if ((at >= one.span.start) & (at < one.span.end)).any()]

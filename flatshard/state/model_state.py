@@ -9,7 +9,8 @@ In an unwrapped model's state dict, the tensors share memory with the parameters
 for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
 are full copies of the parameters. So ``WriteThrough`` looks for writes into the copies when the
 model or the parameter is used next or when a copy is freed, and then copies the written values to
-the shards. It also watches tensors that the program has assigned to ``p.data``, such as ``q.data``.
+the shards. After ``p.data = q.data``, it also copies later writes to ``q.data`` to the shard of
+``p``.
 """
 
 import sys
@@ -330,9 +331,10 @@ class WriteThrough:
             self.take_over([given])
 
     def check(self, params: Collection[OriginalParam] | None = None) -> None:
-        """Copy users' writes to the shards. Raises RuntimeError if written values are lost.
+        """Copy to the shards the values that users wrote to the watched tensors.
 
-        ``params``: if given, only writes for the flat parameters that contain these are copied.
+        Raises RuntimeError if written values are lost. ``params``: if given, check only the flat
+        parameters that contain one of these parameters.
         """
         given = [*self.given.values()]
         handles = {one.handle for one in given if params is None or one.param in params}

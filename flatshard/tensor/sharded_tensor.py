@@ -66,7 +66,8 @@ GRADIENT = "gradient of"  # value of `FlatShardTensor.shard_role` for a paramete
 # there is no need to look for unreduced tensors.
 UNREDUCED_UNITS: set[str] = set()
 # The ``WriteThrough`` of each model of which the program may hold full tensors.
-WATCHING: Any = weakref.WeakSet()  # test `WATCHING.data`, which is faster
+# `if WATCHING.data` is a faster test than `if WATCHING`.
+WATCHING: Any = weakref.WeakSet()
 # Sharded parameters whose ``.grad`` the program has set to a full tensor since the last backward.
 ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 # Modules in which torch defines collectives. A collective is recognised by its module, because its
@@ -748,11 +749,12 @@ def is_counted() -> bool:
 
 
 def prepare(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Prepare a call of torch's ``func``: ``take_over_writes``.
+    """Prepare a call of torch's ``func``: copy the program's writes to the shards.
 
-    Raises NeedsFullTensor if ``is_counted``, the model exists, and ``func`` does not write to a
-    tensor. The caller then runs ``func`` with full tensors. Trying ``func`` on the shard first
-    could save tensors before it fails, and ``torch.utils.checkpoint`` would count them.
+    Raises NeedsFullTensor if activation checkpointing counts saved tensors (``is_counted``), the
+    model still exists, and ``func`` does not write to a tensor. The caller then runs ``func`` with
+    full tensors. The reason: on the shard, ``func`` might save tensors for backward and then fail,
+    and ``torch.utils.checkpoint`` would count these tensors, too.
     """
     if WATCHING.data:
         take_over_writes(sharded_in((*args, *kwargs.values())))
@@ -765,7 +767,7 @@ def prepare(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def take_over_writes(tensors: Iterable[FlatShardTensor]) -> None:
-    """Copy values to the shards that the program wrote to full tensors of ``state_dict()``."""
+    """Copy to the shards the values that the program wrote to tensors of ``state_dict()``."""
     params = {t.spec.original for t in tensors if t.shard_role != GRADIENT}
     for writes in [*WATCHING] if params else ():
         writes.check(params)

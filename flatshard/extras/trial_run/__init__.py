@@ -12,11 +12,13 @@ Differences are measured in units of rounding noise. The noise of a tensor is th
 the first and the third run. A tensor's unit at a step is the largest of these numbers:
 - its largest noise up to this step, relative to its norm at the step of the noise;
 - its largest noise up to this step, relative to its norm at this step, which may be tiny;
-- the median of the relative noise of all tensors of the same kind whose noise is not zero, at the
-  step up to now where this median is largest;
-- a tenth of the largest relative noise below 5 % of all tensors of the same kind, up to this step
-  (if rounding changes a number's sign, a ReLU or an absolute value changes few gradients by much);
-- twice the dtype's precision, and more for a tensor below 1/2000 of the largest norm of its kind.
+- the largest median so far: the median, at one step, of the nonzero relative noise of all tensors
+  of the same kind (gradient, value, output, ...);
+- a tenth of the largest relative noise so far of the tensors of the same kind, without noise of 5 %
+  or more (rounding may change a number's sign before a ReLU or an absolute value, which changes a
+  few gradients much more than the median);
+- twice the dtype's precision, or a larger multiple if the tensor's norm is below 1/2000 of the
+  largest norm of its kind.
 """
 
 import argparse
@@ -196,8 +198,9 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
     """
     # A tensor that only the run under flatshard has keeps this tiny unit: it always differs.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
-    # Largest values so far: each tensor's difference, relative and absolute; each kind's typical
-    # difference, and norm.
+    # Largest values up to this step. `sizes`: relative noise of each tensor. `gaps`: absolute noise
+    # of each tensor. `typical`: relative noise of each kind ([Note: units]). `norms`: norm of the
+    # largest tensor of each kind.
     sizes, gaps, typical, norms = (defaultdict[Any, float](float) for _ in range(4))
     for step, group in groupby(noise, key=lambda one: one.step):
         here = [*group]
