@@ -193,9 +193,6 @@ def _operand(value: Any) -> str:
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused operation, which combines tensors at the same position in lists."""
-    given = zip(func._schema.arguments, args, strict=False)
-    written = [v for one, v in given if one.alias_info is not None and one.alias_info.is_write]
-    are_alike = all(tensor.is_alike for tensor in sharded_tensor.sharded_in(written))
     # The `ShardSpec` of the first sharded tensor at each position, or None. Other lists may have
     # plain tensors at this position, such as updates of sharded parameters.
     specs = [
@@ -206,10 +203,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def local(values: Any) -> Any:
         if not isinstance(values, list | tuple) or not any(isinstance(v, Tensor) for v in values):
             return values
-        pairs: Any = zip(values, specs, strict=False)
-        if written and are_alike and not any(values is one for one in written):
-            pairs = [(v if s is None else _whole_if_cut_elsewhere(v, s), s) for v, s in pairs]
-        return [v if s is None else _local(v, s) for v, s in pairs]
+        return [v if s is None else _local(v, s) for v, s in zip(values, specs, strict=False)]
 
     is_mutable = func._schema.is_mutable
     if not is_mutable:
@@ -229,12 +223,13 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             like.refuse(func._schema.name)  # a reduction, such as `_foreach_powsum`
         role = f"{func._opname} of {like.shard_role}"
         return [v if spec is None else FlatShardTensor(v, spec, role=role) for v, spec in pairs]
-    for values in written:
-        sharded_tensor.wrote((values,))
-        for position, value in enumerate(values):
-            if isinstance(value, FlatShardTensor) and value.shard_origin.may_change:
-                operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
-                _record_write(value, sharded_tensor.origin_of(operands), func, operands)
+    for argument, values in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            sharded_tensor.wrote((values,))
+            for position, value in enumerate(values):
+                if isinstance(value, FlatShardTensor) and value.shard_origin.may_change:
+                    operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
+                    _record_write(value, sharded_tensor.origin_of(operands), func, operands)
     return None
 
 

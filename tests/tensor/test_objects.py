@@ -48,18 +48,6 @@ def test_pickling_is_refused(rank: int, world_size: int) -> None:
         assert_raises(RuntimeError, r"flatshard\.checkpoint", call, value)
 
 
-@on_ranks(2)
-def test_lists_of_parameters_in_other_ranges(rank: int, world_size: int) -> None:
-    layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    p, expected = ([one.clone() for one in layers[index].parameters()] for index in (0, 2))
-    model = ShardedWrapper(layers, coalesce_bytes=1 << 20)
-    mine, theirs = ([*model[index].parameters()] for index in (2, 0))
-    with torch.no_grad():
-        for q, values in ((mine, theirs), (expected, p)):
-            torch._foreach_lerp_(q, values, 0.25)
-    assert all(map(torch.equal, [one.full_tensor() for one in mine], expected))
-
-
 def _saved(value: Any) -> None:
     torch.save(value, io.BytesIO())
 
