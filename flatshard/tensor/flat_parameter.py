@@ -157,6 +157,7 @@ class OriginalParam:
             # Where to store optimizer state with one value per element. None: beside the shard.
             state_target=plan.targets.state,
             holders=lambda: layout.holders(index, topology.holders),
+            division=(layout.division(index), topology.shard.ranks, topology.inter_group.size),
         )
         self.kept_grad: Any = None
         self.taken_grad: Callable[[], object] = NoneType

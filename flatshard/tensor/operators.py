@@ -21,7 +21,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.memory import checksum
 from flatshard.precision import tensors_in
 from flatshard.tensor import sharded_tensor
-from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
+from flatshard.tensor.shard_spec import NeedsFullTensor
 from flatshard.tensor.sharded_tensor import Caller, FlatShardTensor, Origin, Source, first_sharded
 from flatshard.tensor.unsharded import edge_of, use_outside
 from flatshard.units.module_tree import unit_text
@@ -45,24 +45,38 @@ _POINTWISE = frozenset(
 _ROLE_LENGTH = 80  # maximum length of the text that `_role_of` returns, without the digest
 
 
-def _local(value: Any, spec: ShardSpec) -> Any:
-    """Return this rank's range of an operand: the same elements as the range in ``spec``."""
+def _local(value: Any, like: FlatShardTensor, func: Any) -> Any:
+    """Return this rank's range of an operand of ``func``: the same elements as ``like``'s range.
+
+    Collective if ``func`` writes ``like`` in place, and ``value`` is a parameter that is divided
+    otherwise, such as a momentum encoder's parameter in another unit.
+    """
     if isinstance(value, FlatShardTensor):
-        if value.spec.place != spec.place:
-            raise NeedsFullTensor(
-                f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} "
-                f"{value.spec.shape} are sharded with different shapes, strides or ranges, so one "
-                "operation cannot combine them. To read values, call full_tensor() on all ranks.",
-                spec,
-            )
-        return value.local
+        if value.spec.place == like.spec.place:
+            return value.local
+        value = _whole(value, like, func)
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
             # Refuse: the gradient of `value` depends on the elements of all ranks, but autograd
             # would use only this rank's elements.
-            spec.refuse("a product with a tensor that requires a gradient")
-        return spec.slice(value)
+            like.spec.refuse("a product with a tensor that requires a gradient")
+        return like.spec.slice(value)
     return value
+
+
+def _whole(value: FlatShardTensor, like: FlatShardTensor, func: Any) -> Tensor:
+    """Return ``value.full_tensor()`` if ``func`` writes only ``like``. Otherwise raise."""
+    # Fused optimizers write several lists: what they write into a gathered copy would be lost.
+    is_read = func._schema.is_mutable and not func._opname.startswith("_fused")
+    if not is_read or not like.is_alike or not value.is_alike or len(value.spec.comms) > 1:
+        raise NeedsFullTensor(
+            f"parameter {like.spec.name!r} {like.spec.shape} and {value.spec.name!r} "
+            f"{value.spec.shape} are sharded with different shapes, strides or ranges, so one "
+            "operation cannot combine them. To read values, call full_tensor() on all ranks.",
+            like.spec,
+        )
+    with torch.no_grad():  # autograd has already recorded the in-place operation
+        return value.full_tensor()
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,12 +101,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return result
     if origin.source >= Source.OTHER:
         _check_gradient(func, operands)
-    if in_place and like.is_alike:
-        args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
     # Remove the argument `memory_format`: this rank's range is 1-D, and the result always has the
     # parameter's memory format.
-    kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
-    result = func(*(_local(value, spec) for value in args), **kwargs)
+    kwargs = {key: _local(v, like, func) for key, v in kwargs.items() if key != "memory_format"}
+    result = func(*(_local(value, like, func) for value in args), **kwargs)
     if in_place:
         sharded_tensor.wrote(args[:1])
         _record_write(args[0], origin, func, args)
@@ -155,18 +167,6 @@ def _check_gradient(func: Any, operands: Sequence[Any]) -> None:
                 value.refuse(f"the gradient of {func._schema.name} with {others}")
 
 
-def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
-    """Return ``value.full_tensor()`` if ``value`` is sharded in other ranges than ``spec``.
-
-    For example, a momentum encoder may be divided into other units. Collective if ranges differ.
-    """
-    is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
-    if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
-        with torch.no_grad():  # autograd has already recorded the in-place operation
-            return value.full_tensor()
-    return value
-
-
 def _role_of(func: Any, args: Sequence[Any]) -> str:
     """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
 
@@ -193,17 +193,18 @@ def _operand(value: Any) -> str:
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused operation, which combines tensors at the same position in lists."""
-    # The `ShardSpec` of the first sharded tensor at each position, or None. Other lists may have
-    # plain tensors at this position, such as updates of sharded parameters.
-    specs = [
-        next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
+    # The first sharded tensor at each position, or None. Other lists may have plain tensors at this
+    # position, such as updates of sharded parameters.
+    likes = [
+        next((value for value in values if isinstance(value, FlatShardTensor)), None)
         for values in zip_longest(*(value for value in args if isinstance(value, list | tuple)))
     ]
 
     def local(values: Any) -> Any:
         if not isinstance(values, list | tuple) or not any(isinstance(v, Tensor) for v in values):
             return values
-        return [v if s is None else _local(v, s) for v, s in zip(values, specs, strict=False)]
+        pairs = zip(values, likes, strict=False)
+        return [v if one is None else _local(v, one, func) for v, one in pairs]
 
     is_mutable = func._schema.is_mutable
     if not is_mutable:
@@ -213,16 +214,16 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _needs_full(func, operands, origin, caller) is not None:
             first_sharded(args, kwargs).refuse(func._schema.name)
         _check_gradient(func, operands)
-    for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
-        if spec is not None and not isinstance(value, FlatShardTensor):
-            spec.refuse(f"writing into a plain tensor with {func._schema.name}")
+    for value, like in zip(args[0] if is_mutable else (), likes, strict=False):
+        if like is not None and not isinstance(value, FlatShardTensor):
+            like.spec.refuse(f"writing into a plain tensor with {func._schema.name}")
     result = func(*map(local, args), **{key: local(v) for key, v in kwargs.items()})
     if not is_mutable:
-        like, pairs = first_sharded(args, kwargs), [*zip(result, specs, strict=True)]
-        if any(spec is not None and value.shape != (spec.numel,) for value, spec in pairs):
-            like.refuse(func._schema.name)  # a reduction, such as `_foreach_powsum`
-        role = f"{func._opname} of {like.shard_role}"
-        return [v if spec is None else FlatShardTensor(v, spec, role=role) for v, spec in pairs]
+        first, pairs = first_sharded(args, kwargs), [*zip(result, likes, strict=True)]
+        if any(one is not None and value.shape != one.local.shape for value, one in pairs):
+            first.refuse(func._schema.name)  # a reduction, such as `_foreach_powsum`
+        role = f"{func._opname} of {first.shard_role}"
+        return [v if one is None else FlatShardTensor(v, one.spec, role=role) for v, one in pairs]
     for argument, values in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             sharded_tensor.wrote((values,))

@@ -86,6 +86,9 @@ class ShardSpec:
     # Function that returns pairs: a rank of `comm`, and the range of the parameter (a slice) that
     # this rank of `comm` stores. None: only the current rank stores elements.
     holders: Any = None
+    # Equal for two parameters of equal shape and strides if all ranks store the same elements of
+    # both. All ranks have the same value, so a comparison has the same result on all ranks.
+    division: tuple[Any, ...] = ()
     # Weak references to the model: gradients and optimizer state refer to this object, and must not
     # keep a deleted model in memory.
     _owner: Callable[[], ParamOwner | None] = lambda: None
@@ -101,7 +104,7 @@ class ShardSpec:
         self.start, self.numel, self.offset = local
         self.range = slice(self.start, self.start + self.numel)
         # Element-wise operations can combine two sharded tensors if these values are equal.
-        self.place = self.shape, self.strides, self.offset, self.numel
+        self.place = self.shape, self.strides, self.division
         self.holders = self.holders or (lambda: [(self.comm.rank, slice(0, self.numel))])
         # The groups of ranks that together store all elements: the shard group, and with tensor
         # parallelism also the tensor-parallel groups.

@@ -159,6 +159,16 @@ class FlatLayout:
         offset = min(max(start - span.start, 0), span.numel)
         return LocalSpan(start - begin, end - start, offset)
 
+    def division(self, index: int) -> tuple[int, int, int]:
+        """Return numbers that are equal for two parameters of equal size, divided the same way.
+
+        They are: the index of the first shard with elements of the parameter, and the number of
+        elements in the first and in the second shard.
+        """
+        start, numel = self.spans[index].start, self.spans[index].numel
+        first = min(self.shard_numel - start % self.shard_numel, numel) if numel else 0
+        return start // max(self.shard_numel, 1), first, min(self.shard_numel, numel - first)
+
     def holders(self, index: int, ranks: Sequence[int]) -> list[tuple[int, slice]]:
         """Return (rank, slice) for each part of parameter ``index``. ``ranks[i]`` has shard i."""
         start, end, numel = self.spans[index].start, self.spans[index].end, self.shard_numel

@@ -48,6 +48,21 @@ def test_pickling_is_refused(rank: int, world_size: int) -> None:
         assert_raises(RuntimeError, r"flatshard\.checkpoint", call, value)
 
 
+@on_ranks(3)
+def test_lists_of_parameters_in_other_ranges(rank: int, world_size: int) -> None:
+    sizes = (1, 1, 3, 3)  # the range of a parameter of one element differs only on some ranks
+    layers = nn.Sequential(*(nn.Linear(size, size) for size in sizes))
+    p, expected = ([*copy.deepcopy(layers[i::2]).parameters()] for i in (0, 1))
+    model = ShardedWrapper(layers, coalesce_bytes=1 << 20)
+    theirs, mine = ([*model.module[i::2].parameters()] for i in (0, 1))
+    with torch.no_grad():
+        for q, values in ((mine, theirs), (expected, p)):
+            torch._foreach_lerp_(q, values, 0.25)
+            for one, value in zip(q, values, strict=True):
+                one.mul_(0.5).add_(value)
+    assert all(map(torch.equal, [one.full_tensor() for one in mine], expected))
+
+
 def _saved(value: Any) -> None:
     torch.save(value, io.BytesIO())
 
