@@ -182,7 +182,8 @@ def edited(handle: FlatParamHandle, found: Sequence[OriginalParam] = ()) -> Runt
     params = found or handle.params
     names = ", ".join(repr(param.name) for param in params[:3])
     return RuntimeError(
-        f"{unit_text(handle.unit.name)}: its forward edited parameters in place ({names}"
+        f"{unit_text(handle.unit.name)}: its forward edited parameters in place "
+        f"({'' if found else 'one of '}{names}"
         f"{', or others' if len(params) > 3 else ''}). In forward, parameters are unsharded "
         "copies, so the edit would be lost. nn.Embedding(max_norm=...) edits its weight, too. "
         "Compute with the changed value instead (w = self.weight.clamp(...)), or use NO_SHARD. "

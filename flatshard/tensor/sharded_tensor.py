@@ -265,7 +265,8 @@ class FlatShardTensor(torch.Tensor):
         ```
 
     Attributes:
-        local: this rank's range of the elements in memory order, ``(spec.numel,)``.
+        local: this rank's range of the elements in memory order, ``(spec.numel,)``. After writes
+            to tensors of a ``state_dict()``, read ``to_local()``, which takes them over first.
         spec: describes the parameter, and the range of the parameter that is in ``local``.
         shard_flat: this rank's shard of the flat parameter or of its gradient. ``local`` is a view
             of ``shard_flat`` that begins at ``spec.start``. None: ``local`` has its own memory.
