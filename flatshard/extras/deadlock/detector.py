@@ -217,7 +217,8 @@ class Deadlock:
 
     def _finding(self, wait: BlockedWait, stuck: _Reports, mine: _Report) -> _Finding | None:
         told = _told(self._store, wait.need)
-        if known := told or _reason(wait.need, self._heard) or _mixed(mine, self._heard):
+        known = told or _reason(wait.need, self._heard, mine.begun) or _mixed(mine, self._heard)
+        if known:
             return known
         # Keep only ranks that published the same wait twice (see [Note: proof]).
         lasting = {
@@ -264,7 +265,8 @@ def _compare(now: float) -> None:
         store, begun = _own_store(), history.begun[kind]
         need = WaitCondition(history.name, kind, begun, history.others)
         _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
-        reason = _told(store, need) or _reason(need, _read(store, need.ranks[:_ASKED]))
+        reports = _read(store, need.ranks[:_ASKED])
+        reason = _told(store, need) or _reason(need, reports, _all_begun())
         if reason is not None:
             problem = _tell(store, reason, _all_begun()).text
             _logger.error("%s", problem)
@@ -285,7 +287,8 @@ def explain(wait: BlockedWait) -> str | None:
 def _why(need: WaitCondition) -> str | None:
     store = default_store()
     # Also use findings about earlier waits: another rank may have ended in such a wait.
-    found = _told(store, need, is_exact=False) or _reason(need, _read(store, need.ranks[:_ASKED]))
+    found = _told(store, need, is_exact=False)
+    found = found or _reason(need, _read(store, need.ranks[:_ASKED]), _all_begun())
     return found and found.text
 
 
@@ -298,14 +301,17 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
 
-def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
-    """Return a finding if another rank has ended, or ranks have begun different collectives."""
+def _reason(need: WaitCondition, reports: _Reports, begun: AllBegun) -> _Finding | None:
+    """Return a finding if another rank has ended, or ranks have begun different collectives.
+
+    ``begun``: the collectives that this rank has begun.
+    """
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return _Finding(report.text, [])
     # Compare the collectives of all groups. NCCL does not block the host, so after a difference in
     # one group, a rank may wait in another group.
-    mine = [(group, *one) for group, kinds in _all_begun().items() for one in kinds.items()]
+    mine = [(group, *one) for group, kinds in begun.items() for one in kinds.items()]
     for (group, kind, (_, ours)), rank in product(mine, reports):
         _, theirs = reports[rank].begun.get(group, {}).get(kind, (0, []))
         differ = first_difference({dist.get_rank(): ours, rank: theirs})
@@ -313,7 +319,8 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
             there = reports[rank]
             where = f" Now rank {rank} is in [{there.text}]." if there.wait > 0 else ""
             text = f"ranks began different collectives. {differ}.{where} {REMEDY} [FS-DEADLOCK]"
-            return _Finding(text, None)
+            waits = [[one.group, str(one.kind), one.number] for one in (need, there.need)]
+            return _Finding(text, waits if kind == PROGRAM else None)
     return None
 
 
@@ -370,9 +377,10 @@ def _everything_begun(thread: int | None) -> AllBegun:
     ``thread``: the thread of the program that begins collectives. None: the program has ended.
     """
     begun, own = _all_begun(), program.begun(thread)
-    for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
-        for group, number in numbers.items():
-            begun.setdefault(group, {})[kind] = number, []
+    for group, one in own.items():
+        begun.setdefault(group, {})[PROGRAM] = one
+    for group, number in gpu.begun().items() if own else ():
+        begun.setdefault(group, {})[ON_GPU] = number, []
     return begun
 
 

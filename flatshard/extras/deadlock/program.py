@@ -16,6 +16,7 @@ never ends a wait wrongly.
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -35,7 +36,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from flatshard.comm.process_groups import abort
-from flatshard.comm.work import WaitCondition
+from flatshard.comm.work import Begun, WaitCondition
 from flatshard.engine.backward import BEGUN
 from flatshard.extras import is_program, program_line
 
@@ -44,6 +45,7 @@ PROGRAM = "the program's own"  # kind of the collectives called by the user's pr
 UNKNOWN = WaitCondition("", "", 0, ())
 OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
+_DESCRIBED = 4  # number of collectives that a rank describes to other ranks, for each group
 _C10D = distributed_c10d.__file__
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # Folders of flatshard: while a thread runs code there, it is in a step, or runs a collective.
@@ -145,11 +147,12 @@ def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGro
     return (name, group) if isinstance(group, dist.ProcessGroup) else None
 
 
-def begun(thread: int | None) -> dict[str, int]:
-    """Return how many collectives this rank's program has begun, keyed by the group's name.
+def begun(thread: int | None) -> dict[str, tuple[int, list[Begun]]]:
+    """Return how many collectives this rank's program has begun, and the latest of them, by group.
 
-    Empty if another thread may begin a collective, because then the numbers may grow while
-    ``thread`` waits. ``thread`` is None if the program has ended.
+    Includes flatshard's collectives on the program's groups. Empty if another thread may begin a
+    collective, because then the numbers may grow while ``thread`` waits. ``thread`` is None if the
+    program has ended.
     """
     at_most: dict[str, int] = {}
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
@@ -158,8 +161,17 @@ def begun(thread: int | None) -> dict[str, int]:
     records = _recorded()
     if thread is not None and not _is_alone(thread, records):
         return {}
-    last = {name: int(r["collective_seq_id"]) for name, r in _last_of_groups(records).items()}
-    return {name: last.get(name, number) for name, number in at_most.items()}
+    found: dict[str, list[Begun]] = {name: [] for name in at_most}
+    for one in records:
+        name, what = one["process_group"][0], one["profiling_name"]
+        if what == "gloo:all_reduce":  # in other collectives, sizes may differ between ranks
+            what += f" of {sum(map(math.prod, one['input_sizes']))} elements"
+        if name in found and not one.get("is_p2p"):
+            found[name].append((int(one["collective_seq_id"]), what))
+    return {
+        name: (recent[-1][0], recent[-_DESCRIBED:]) if recent else (at_most[name], [])
+        for name, recent in found.items()
+    }
 
 
 def is_member(rank: int, group: str) -> bool:

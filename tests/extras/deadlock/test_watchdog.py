@@ -174,6 +174,17 @@ def test_own_collectives_that_cannot_end(rank: int, world_size: int, port: int) 
     idle.shutdown()
 
 
+@on_ranks(2, fresh=True)
+def test_different_collectives_at_the_same_position_of_a_group(rank: int, world_size: int) -> None:
+    """Each rank has begun as many collectives as the other, so none seems to be missing."""
+    _, _, lines = _begin(rank)
+    program = "ShardedWrapper(nn.Linear(2, 2))" if rank else "dist.broadcast(torch.ones(2), 0)"
+    with mock.patch.multiple(detector, **QUICK), pytest.raises(RuntimeError) as error:
+        eval(program)
+    found = "\n".join([str(error.value), *lines])
+    assert "rank 0 began [gloo:broadcast]; rank 1 began [gloo:all_reduce of 1024" in found, found
+
+
 @on_ranks(3, fresh=True)
 def test_no_alarm_where_the_programs_own_collectives_end(rank: int, world_size: int) -> None:
     """Each begins with waits of ours and of the program's, and ends when a slow rank comes."""
@@ -433,7 +444,7 @@ def _looks(num_ranks: int, odd: int) -> int:
     ):
         for rank in [*range(num_ranks)] * 6:
             before, world.get_rank.return_value = store.bytes, rank
-            begun.return_value = {"0": 2 if rank == odd else 3}
+            begun.return_value = {"0": (2 if rank == odd else 3, [])}
             dogs[rank].look(waits[rank])
             traffic.append(store.bytes - before)
     for wait in waits:
