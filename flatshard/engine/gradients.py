@@ -200,8 +200,8 @@ class Gradients:
                     zeros = torch.zeros_like(param)
                     set_grad(param, zeros)
                     original.published = NoneType if original.is_sharded else weakref.ref(zeros)
-            for original in [one for one in self._params if ASSIGNED and one.sharded in ASSIGNED]:
-                del ASSIGNED[original.sharded]
+            for original in [one for one in self._params if ASSIGNED and one.spec in ASSIGNED]:
+                del ASSIGNED[original.spec]
                 if not isinstance(original.sharded.grad, FlatShardTensor):
                     self._take_assigned(original)
         self.was_edited &= bool(self.accumulated)

@@ -165,7 +165,8 @@ def _check_assigned(optimizer: Optimizer) -> None:
     """Raise if the program has assigned different full tensors to ``.grad``. Collective."""
     sums: dict[Communicator, dict[str, object]] = {}
     for param in adapters.all_params(optimizer):
-        if param in sharded_tensor.ASSIGNED and type(param.grad) is Tensor:
+        is_sharded = isinstance(param, sharded_tensor.FlatShardTensor)
+        if is_sharded and param.spec in sharded_tensor.ASSIGNED and type(param.grad) is Tensor:
             for comm in (param.spec.comm, param.spec.replicas):
                 sums.setdefault(comm, {})[param.spec.name] = checksum(param.grad)
     for comm, mine in sums.items():

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.utils import hooks as torch_hooks
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.precision import tensors_in
 from flatshard.tensor import whole
@@ -68,8 +67,9 @@ UNREDUCED_UNITS: set[str] = set()
 # The ``WriteThrough`` of each model of which the program may hold full tensors.
 # `if WATCHING.data` is a faster test than `if WATCHING`.
 WATCHING: Any = weakref.WeakSet()
-# Sharded parameters whose ``.grad`` the program has set to a full tensor since the last backward.
-ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
+# The ``ShardSpec`` of each sharded parameter whose ``.grad`` the program has set to a full tensor
+# since the last backward. (Weak references to the parameters would prevent `model.to()`.)
+ASSIGNED: MutableMapping[ShardSpec, None] = weakref.WeakKeyDictionary()
 # Modules in which torch defines collectives. A collective is recognised by its module, because its
 # schema does not mark written tensors, and because newer versions of torch may add collectives.
 _COLLECTIVE_MODULES = (
@@ -464,7 +464,7 @@ class FlatShardTensor(torch.Tensor):
                 if (original := before.spec._original()) is not None:
                     original.kept_grad = None
         if type(value) is Tensor:
-            ASSIGNED[self] = None
+            ASSIGNED[self.spec] = None
 
     @grad.deleter
     def grad(self) -> None:

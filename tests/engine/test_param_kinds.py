@@ -170,6 +170,7 @@ def test_operations_on_sharded_parameters(rank: int, world_size: int, strategy: 
     # What was assigned is contiguous: copied where there are shards, as of a plain model elsewhere.
     is_sharded = hasattr(model.scale, "full_tensor")
     assert model.module.seen == (kept_strides(_zoo()) if is_sharded else kept_strides(plain))
+    both(lambda p: setattr(p, "grad", values(p)))
     model.double()
     assert_same_state(snapshot(model), snapshot(plain.double()), rtol=0.0, atol=0.0)
     assert strides_of_parameters(model) == kept_strides(_zoo())

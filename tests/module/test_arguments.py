@@ -235,6 +235,8 @@ def _parts_are_moved_where_they_are() -> None:
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+    rnn = ShardedWrapper(nn.GRU(4, 2), sharding_strategy="NO_SHARD").cpu()
+    rnn(torch.ones(2, 4))[0].sum().backward()
     for change in (nn.Module.double, nn.Module.share_memory):
         with naming(change), pytest.raises(RuntimeError, match="is sharded"):
             change(model.fc1)

@@ -63,6 +63,8 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
             cast_again(module)
     for handle in handles:
         _convert_handle(handle, fn)
+        if handle.installed is None:
+            handle.put_back()  # RNN modules have listed their weights while the weights were hidden
     context.refresh()
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
@@ -103,7 +102,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         # The owner of each parameter, as a rank of the shard group. If the program removes a
         # parameter from the optimizer, the entry stays, because the program may add the parameter
         # again. There are no entries if every rank steps all parameters.
-        self._owners: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+        self._owners: MutableMapping[ShardSpec, int] = weakref.WeakKeyDictionary()
         # The optimizer's sharded parameters at the last call of `_choose_owners`.
         self._params: dict[FlatShardTensor, ShardSpec] = {}
         # With `StepMode.ON_EVERY_RANK`: the full parameters, which every rank steps.
@@ -216,9 +215,9 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
             some = [param for param, spec in params.items() if spec.comm is comm]
             held = [{rank: e.stop - e.start for rank, e in p.spec.holders()} for p in some]
             # An earlier owner stays the owner, because it has the optimizer state.
-            known = [self._owners.get(param) for param in some]
+            known = [self._owners.get(param.spec) for param in some]
             owners = choose_owners([p.spec.shape for p in some], held, comm.size, known)
-            self._owners.update(zip(some, owners, strict=True))
+            self._owners.update(zip((p.spec for p in some), owners, strict=True))
 
     def _step(self, optimizer: Optimizer, arguments: Sequence[Any]) -> None:
         """Step each parameter that has a gradient, on the parameter's owner. Collective.
@@ -294,7 +293,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         filled: dict[tuple[Communicator, int | None], int] = {}
         parts: dict[int, list[FlatShardTensor]] = {}
         for param in params:
-            key = param.spec.comm, self._owners.get(param)
+            key = param.spec.comm, self._owners.get(param.spec)
             grad_bytes = 0 if param.grad is None else param.grad.nbytes
             filled[key] = filled.get(key, 0) + param.nbytes + grad_bytes
             parts.setdefault((filled[key] - 1) // PART_BYTES, []).append(param)
@@ -303,7 +302,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
     def _start_gather(self, optimizer: Optimizer, params: Params) -> Callable[[], FullParams]:
         """Start to send the shards of values, gradients and loaded state to the owners."""
         divided = [(param, one) for param in params for one in _divided(optimizer, param)]
-        parts = [(p.spec, local_grad(one, p.spec), self._owners.get(p)) for p, one in divided]
+        parts = [(p.spec, local_grad(g, p.spec), self._owners.get(p.spec)) for p, g in divided]
         wait = whole.start_gather(parts, "optimizer step, to the owners")
 
         def finish() -> FullParams:
@@ -341,7 +340,8 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
 
     def _scatter(self, params: Params, done: Mapping[FlatShardTensor, Tensor]) -> None:
         """Write the full values from the owners to all shards. Collective."""
-        moved = [Moved(p.spec, p.local.detach(), done.get(p), self._owners.get(p)) for p in params]
+        pairs = [(p, p.spec) for p in params]
+        moved = [Moved(s, p.local.detach(), done.get(p), self._owners.get(s)) for p, s in pairs]
         whole.scatter(moved, "optimizer step, to the shards")
         sharded_tensor.wrote(params)
 
@@ -375,7 +375,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         moved: list[Moved] = []
         for comm in self._comms():
             params = [param for param, spec in self._params.items() if spec.comm is comm]
-            own = (pair for pair in enumerate(params) if self._owners[pair[1]] == comm.rank)
+            own = ((i, p) for i, p in enumerate(params) if self._owners[p.spec] == comm.rank)
             state_of = optimizer.state
             described = {n: _described(p, state_of[p]) for n, p in own if p in state_of}
             everyone = comm.host.gather(described, "optimizer state")
@@ -383,7 +383,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
                 # Skip state from a checkpoint, which is sharded on all ranks until the next step.
                 if _sharded_state(optimizer.state.get(param, {})):
                     continue
-                owner = self._owners[param]
+                owner = self._owners[param.spec]
                 state = everyone[owner].get(number, {})
                 mine = named_values(optimizer.state.get(param, {}))
                 sharded: adapters.State = {}

@@ -7,6 +7,8 @@ on an optimizer's options.
 import contextlib
 import copy
 import enum
+import random
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -58,9 +60,8 @@ class _NoCollectives(TorchFunctionMode):
 
 def find_step_mode(optimizer: Optimizer) -> StepMode:
     """Find an optimizer's ``StepMode``, without changing its state and parameters. Collective."""
-    # Trials must not change the random number generators, and must not take time for compilation.
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+    # Trials must not take time for compilation.
+    with _kept_generators(), torch.compiler.set_stance("force_eager"):
         with _NoCollectives():
             with _same_gradients(optimizer):
                 if _works_on_shards(optimizer):
@@ -76,6 +77,21 @@ def find_step_mode(optimizer: Optimizer) -> StepMode:
             except Exception:
                 # If the trial fails, let every rank step all parameters, as in an unwrapped model.
                 return StepMode.ON_EVERY_RANK
+
+
+@contextlib.contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Undo what trials draw from the random number generators of torch, Python and numpy."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    numpy = sys.modules.get("numpy")
+    kept = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(kept[0])
+        if numpy:
+            numpy.random.set_state(kept[1])
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -255,7 +257,24 @@ def test_owners_stay_while_groups_change(rank: int, world_size: int) -> None:
         for steps, kept in ((2, params), (2, params[2:]), (2, params[::-1])):
             optimizer.param_groups[0]["params"] = kept
             _train(one, [optimizer], range(steps))
+        one.model.double()
     assert_same_model(run, plain)
+
+
+class Random(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.grad.mul_(random.random() + numpy.random.rand())
+        super().step()
+
+
+@on_ranks(2)
+def test_trials_change_no_random_numbers(rank: int, world_size: int) -> None:
+    runs = pair(rank, world_size, "full", "mlp")
+    for run in runs:
+        random.seed(0), numpy.random.seed(0)
+        _train(run, [Random(run.model.parameters(), 0.1)], range(2))
+    assert_same_model(*runs)
 
 
 @on_ranks(2)
