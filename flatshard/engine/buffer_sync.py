@@ -57,20 +57,18 @@ class BufferSync:
         # buffer was replaced, the user's program replaced it, on all ranks.
         self._has_run = False
 
-    def before_forward(self, recomputes: bool, under_no_sync: bool, of_wrapper: bool) -> None:
+    def before_forward(self, under_no_sync: bool, of_wrapper: bool) -> None:
         """Broadcast the buffers before a forward of the model, if ``is_due``. Collective.
 
-        Nothing is broadcast if the previous forward ran without gradients or under ``no_sync``, or
-        if activation checkpointing recomputes the forward.
+        Nothing is broadcast if the previous forward ran without gradients or under ``no_sync``.
 
         Args:
-            recomputes: whether activation checkpointing recomputes the forward.
             under_no_sync: whether this forward runs under ``no_sync``.
             of_wrapper: whether the program called the wrapper. As in DistributedDataParallel, a
                 call of the wrapped module (``model.module(x)``) neither broadcasts nor changes
                 whether the next call broadcasts.
         """
-        if of_wrapper and self.is_due and not recomputes and self._world.size > 1:
+        if of_wrapper and self.is_due and self._world.size > 1:
             with self._span(Kind.RANKS_WAIT):
                 self.broadcast(self._op_name)
         self._has_run = True

@@ -216,7 +216,10 @@ class Forward:
         # Broadcast module buffers before any module reads them, but not if only a part of the model
         # is called.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
-            state.buffers.before_forward(recomputes, state.under_no_sync, calls_wrapper(unit))
+            # As in DistributedDataParallel, also if a checkpoint around the wrapper recomputes it.
+            # In `join()`, ranks without input do not know of recomputations.
+            of_wrapper = calls_wrapper(unit, recomputes) and not (recomputes and state.lacks_ranks)
+            state.buffers.before_forward(state.under_no_sync, of_wrapper)
         for watcher in state.watchers:
             watcher.enter_forward(unit, recomputes)
         call = Call()
@@ -398,15 +401,17 @@ _CALLS = nn.Module._wrapped_call_impl.__code__  # type: ignore[attr-defined]
 _WRAPPERS = ModuleProxy.forward.__code__.co_filename
 
 
-def calls_wrapper(unit: Unit) -> bool:
+def calls_wrapper(unit: Unit, recomputes: bool) -> bool:
     """Whether the program called the unit's wrapper, not the wrapped module (``model.module(x)``).
 
-    Returns True where this is unknown: if Dynamo calls the module, or if the call is made inside
-    the forward of another model's wrapper.
+    Returns True if this is unknown because Dynamo calls the module. ``recomputes``: whether
+    activation checkpointing recomputes the forward, which Dynamo does not call.
     """
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     calls = [one for one in frames if one.f_code is _CALLS and one.f_locals["self"] in unit.modules]
-    return not calls or any(one.f_code.co_filename == _WRAPPERS for one in frames)
+    proxies = [one.f_locals.get("self") for one in frames if one.f_code.co_filename == _WRAPPERS]
+    is_ours = any(getattr(one, "module", None) in unit.modules for one in proxies)
+    return is_ours or not (calls or recomputes)
 
 
 def _call_module(module: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper, declare_elementwise
 from flatshard.wrap import CustomPolicy
@@ -356,7 +357,9 @@ def buffers_broadcast(side: Side) -> Any:
     net[2]._ddp_params_and_buffers_to_ignore = ["own"]
     net._ddp_params_and_buffers_to_ignore = ["2.own"]
     model = side.wrap(net, Statistics)
-    events = "train train no_sync no_sync train train eval eval train replaced train new train"
+    events = (
+        "train train no_sync no_sync train train eval eval train replaced train new again train"
+    )
     results: list[Any] = []
     for number, event in enumerate(events.split()):
         model.train(event != "eval")
@@ -369,8 +372,9 @@ def buffers_broadcast(side: Side) -> Any:
             with torch.no_grad():
                 results.append(model(x))
         else:
+            call = partial(checkpoint, model, use_reentrant=False)
             with side.no_sync(model) if event == "no_sync" else nullcontext():
-                results.append(model(x))
+                results.append(call(x) if event == "again" else model(x))
                 results[-1].square().sum().backward()
         buffers = {name: one.clone() for name, one in side.inner(model).named_buffers()}
         results += [buffers, model.will_sync_module_buffers()]

@@ -168,7 +168,7 @@ class Join(StepExtension):
             self._check_unedited()
         syncs = tuple(sync.value for sync in state.syncs)
         options = sorted((self._key(one), _options_of(one)) for one in self._optimizers)
-        of_root = unit is state.root and calls_wrapper(unit)
+        of_root = unit is state.root and calls_wrapper(unit, recomputes=False)
         detail = torch.is_grad_enabled(), syncs, state.under_no_sync, of_root, options
         self._exchange(Doing("forward", detail))
         self._begin()
@@ -309,7 +309,7 @@ class Join(StepExtension):
         self._begin()
         if of_root and self._buffers is not None:
             with torch.set_grad_enabled(grad_enabled):
-                self._buffers.before_forward(False, under_no_sync, True)
+                self._buffers.before_forward(under_no_sync, True)
 
     def follow_gather(self, number: int, purpose: str) -> None:
         self._handles[number].unshard(purpose)
