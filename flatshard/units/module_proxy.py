@@ -2,8 +2,9 @@
 
 import contextlib
 import inspect
+import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, MethodType
 from typing import Any, Self, TypeVar
 
@@ -13,6 +14,11 @@ from torch import nn
 UNIT = "_sharded_unit"
 
 Proxy = TypeVar("Proxy", bound="ModuleProxy")
+
+
+def _of_module(function: Callable[..., Any]) -> Any:
+    """Return a method that calls ``function`` with the inner module in place of the wrapper."""
+    return lambda self, *args: function(self.module, *args)
 
 
 class ModuleProxy(nn.Module):
@@ -82,24 +88,9 @@ class ModuleProxy(nn.Module):
         return any(name in names for names in (own, own["_modules"], own["_buffers"]))
 
     # For an operator such as `model[0]`, Python does not call `__getattr__`.
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.module[key] = value  # type: ignore[operator]
-
-    def __delitem__(self, key: Any) -> None:
-        del self.module[key]  # type: ignore[operator]
-
-    def __contains__(self, value: Any) -> bool:
-        return value in self.module  # type: ignore[operator]
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+    __getitem__, __setitem__ = _of_module(operator.getitem), _of_module(operator.setitem)
+    __delitem__, __contains__ = _of_module(operator.delitem), _of_module(operator.contains)
+    __len__, __iter__ = _of_module(len), _of_module(iter)
 
     def __bool__(self) -> bool:
         # `if model:` would call `__len__`, and raise for a wrapped module without a length.
