@@ -135,9 +135,7 @@ class ModuleProxy(nn.Module):
     def add_module(self, *args: Any, **kwargs: Any) -> None:
         self.module.add_module(*args, **kwargs)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Add ``module.`` to the keys: torch loads the child from keys with this prefix."""
         inner = prefix + "module."
         for key in list(state_dict):

@@ -461,7 +461,7 @@ def look(self, wait):
 begun = threading.Event()
 detector.LOOK_SECONDS = 0.01
 detector.Deadlock.look = look
-History("a group", (0, 1), 0)
+History("a group", (0, 1), 0, None)
 with watched("something"):
     begun.wait()
 """
