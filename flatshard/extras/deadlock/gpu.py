@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
+from flatshard.comm.process_groups import backend_for
 from flatshard.comm.work import CollectiveError, WaitCondition
 from flatshard.extras.deadlock.program import BlockedWait, others, python_threads
 
@@ -233,13 +234,9 @@ def settle(seconds: float) -> None:
 
 def _backends() -> dict[dist.ProcessGroup, Any]:
     """Return the NCCL backends, keyed by process group. Groups without NCCL are left out."""
-    found = {}
-    for group in tuple(distributed_c10d._world.pg_names):
-        with contextlib.suppress(RuntimeError):  # if the group has no backend for CUDA tensors
-            backend: Any = group._get_backend(torch.device("cuda"))
-            if backend.name() == "nccl":
-                found[group] = backend
-    return found
+    known = tuple(distributed_c10d._world.pg_names)
+    groups = (group for group in known if backend_for(group, "cuda") == "nccl")
+    return {group: group._get_backend(torch.device("cuda")) for group in groups}
 
 
 def _incomplete() -> dict[dist.ProcessGroup, int]:
