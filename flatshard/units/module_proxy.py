@@ -99,16 +99,14 @@ class ModuleProxy(nn.Module):
     # Leave the wrapper out of lists of modules. The wrapper, too, is an instance of the module's
     # class, so a program that edits all modules of the class would edit each parameter twice.
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
 
         Raises ValueError if the caller is DistributedDataParallel or a similar wrapper, which would
         broadcast rank 0's shards to all ranks, or shard the shards.
         """
         refuse_foreign_wrapper()
-        return self.module.named_modules(memo, prefix, remove_duplicate)
+        return self.module.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the children of the wrapped module."""

@@ -232,8 +232,7 @@ def _recorded() -> list[dict[str, Any]]:
     """
     with contextlib.suppress(AttributeError, RuntimeError, ValueError):
         dump: Any = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
-        records: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-        return records
+        return json.loads(dump(True, False)).get("entries", [])  # type: ignore[no-any-return]
     return []
 
 
