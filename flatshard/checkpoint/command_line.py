@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.set_defaults(run=lambda options: print(explain(**options)))
     if (planning := default_extra("plan")) is not None:
         one = commands.add_parser("plan", help="predict memory and time of each sharding strategy")
-        planning.add_arguments(one)
-        one.set_defaults(run=planning.run)
+        planning.report.add_arguments(one)
+        one.set_defaults(run=planning.report.run)
     if (trial := default_extra("trial_run")) is not None:
         one = commands.add_parser(
             "try",

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import default_planner
-from torch.distributed.checkpoint import filesystem as dcp
+from torch.distributed.checkpoint import default_planner, filesystem as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.planner import ReadItem
 

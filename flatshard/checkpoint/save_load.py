@@ -19,11 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils import serialization
+from torch.utils import _pytree as pytree, serialization
 
-from flatshard.checkpoint import folder as folders
-from flatshard.checkpoint import training as trainings
+from flatshard.checkpoint import folder as folders, training as trainings
 from flatshard.checkpoint.sources import leaves, load_safely, open_source
 from flatshard.checkpoint.training import HostRanks, Kinds, Optimizers, PendingSave, Training
 from flatshard.comm.consistency import Facts, agreed, sendable

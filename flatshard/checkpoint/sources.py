@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.checkpoint import folder as folders
-from flatshard.checkpoint import safetensors
+from flatshard.checkpoint import folder as folders, safetensors
 
 Names = tuple[str, ...]  # keys of a value in nested dictionaries, the outermost key first
 

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import HostExchange, digest_of
+from flatshard.comm.process_groups import ranks_text
 
 # Facts that must be equal on all ranks: a text for each fact, keyed by the fact's name.
 Facts = dict[str, str]
@@ -91,12 +92,11 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> str | Non
 
     ``everyone``: the facts of each of ``ranks``.
     """
-    if everyone.count(everyone[0]) == len(everyone):
-        return None  # all ranks agree: skip the loop over their facts
     for key in dict.fromkeys(chain.from_iterable(everyone)):
-        values = [facts.get(key, "nothing") for facts in everyone]
-        for rank, value in zip(ranks, values, strict=True):
-            if value != values[0]:
-                first = f"{key} is {values[0]:.300} on rank {ranks[0]}"
-                return f"{first}, {value:.300} on rank {rank}"
+        ranks_of: dict[str, list[int]] = {}
+        for rank, facts in zip(ranks, everyone, strict=True):
+            ranks_of.setdefault(facts.get(key, "nothing"), []).append(rank)
+        if len(ranks_of) > 1:
+            values = (f"{one:.300} on rank {ranks_text(some)}" for one, some in ranks_of.items())
+            return f"{key} is {', '.join(values)}"
     return None

@@ -87,9 +87,7 @@ class History:
     matches collectives only by order, the record also has descriptions, which ranks compare.
     """
 
-    def __init__(
-        self, name: str, ranks: Iterable[int], rank: int, meeting: Hashable = None
-    ) -> None:
+    def __init__(self, name: str, ranks: Iterable[int], rank: int, meeting: Hashable) -> None:
         """Make an empty history. ``ranks`` and ``rank`` are ranks in the default group.
 
         ``meeting``: kind of collectives in which all ranks wait for each other.

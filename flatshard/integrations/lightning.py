@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies import ddp as fabric_ddp
+from lightning.fabric.strategies import STRATEGY_REGISTRY, ddp as fabric_ddp
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook

@@ -88,8 +88,7 @@ def _ranks_per_node() -> int | None:
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
     if value.isdigit() and int(value) > 0:
         return int(value)
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    return count or None
+    return torch.accelerator.device_count() or None  # 0 without an accelerator
 
 
 def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Group]) -> Communicator:

@@ -2,8 +2,9 @@
 
 import contextlib
 import inspect
+import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, MethodType
 from typing import Any, Self, TypeVar
 
@@ -13,6 +14,11 @@ from torch import nn
 UNIT = "_sharded_unit"
 
 Proxy = TypeVar("Proxy", bound="ModuleProxy")
+
+
+def _of_module(function: Callable[..., Any]) -> Any:
+    """Return a method that calls ``function`` with the inner module in place of the wrapper."""
+    return lambda self, *args: function(self.module, *args)
 
 
 class ModuleProxy(nn.Module):
@@ -82,24 +88,9 @@ class ModuleProxy(nn.Module):
         return any(name in names for names in (own, own["_modules"], own["_buffers"]))
 
     # For an operator such as `model[0]`, Python does not call `__getattr__`.
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.module[key] = value  # type: ignore[operator]
-
-    def __delitem__(self, key: Any) -> None:
-        del self.module[key]  # type: ignore[operator]
-
-    def __contains__(self, value: Any) -> bool:
-        return value in self.module  # type: ignore[operator]
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+    __getitem__, __setitem__ = _of_module(operator.getitem), _of_module(operator.setitem)
+    __delitem__, __contains__ = _of_module(operator.delitem), _of_module(operator.contains)
+    __len__, __iter__ = _of_module(len), _of_module(iter)
 
     def __bool__(self) -> bool:
         # `if model:` would call `__len__`, and raise for a wrapped module without a length.
@@ -108,16 +99,14 @@ class ModuleProxy(nn.Module):
     # Leave the wrapper out of lists of modules. The wrapper, too, is an instance of the module's
     # class, so a program that edits all modules of the class would edit each parameter twice.
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
 
         Raises ValueError if the caller is DistributedDataParallel or a similar wrapper, which would
         broadcast rank 0's shards to all ranks, or shard the shards.
         """
         refuse_foreign_wrapper()
-        return self.module.named_modules(memo, prefix, remove_duplicate)
+        return self.module.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the children of the wrapped module."""
@@ -144,9 +133,7 @@ class ModuleProxy(nn.Module):
     def add_module(self, *args: Any, **kwargs: Any) -> None:
         self.module.add_module(*args, **kwargs)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Add ``module.`` to the keys: torch loads the child from keys with this prefix."""
         inner = prefix + "module."
         for key in list(state_dict):

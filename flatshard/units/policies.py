@@ -34,6 +34,7 @@ __all__ += ["lambda_auto_wrap_policy", "size_based_auto_wrap_policy"]
 __all__ += ["transformer_auto_wrap_policy"]
 
 Keywords: TypeAlias = dict[str, Any]
+Classes: TypeAlias = Iterable[type[nn.Module]]
 
 
 class PolicyObject(Protocol):
@@ -64,8 +65,8 @@ def size_based_auto_wrap_policy(
     recurse: bool,
     nonwrapped_numel: int,
     min_num_params: int = 100_000_000,
-    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
-    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+    force_leaf_modules: Classes | None = None,
+    exclude_wrap_modules: Classes | None = None,
 ) -> bool:
     """Make a unit of each module with at least ``min_num_params`` elements not in inner units.
 
@@ -112,10 +113,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 
 
 def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: Iterable[type[nn.Module]],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Classes
 ) -> bool:
     """Make a unit of each instance of ``transformer_layer_cls``, a set of classes.
 
@@ -173,12 +171,10 @@ class ModuleWrapPolicy:
         TypeError: ``module_classes`` contains an object that is not a class.
     """
 
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+    def __init__(self, module_classes: Classes) -> None:
         self._module_classes = frozenset(_class_tuple(module_classes, "module_classes"))
 
-    def __call__(
-        self, module: nn.Module, recurse: bool, nonwrapped_numel: int = 0, **kwargs: Any
-    ) -> bool:
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from flatshard import ShardedWrapper, checkpoint
-from flatshard.checkpoint import convert
-from flatshard.checkpoint import sources as convert_module
+from flatshard.checkpoint import convert, sources as convert_module
 from flatshard.checkpoint.command_line import explain, main
 from flatshard.checkpoint.sources import Source, open_source
 from tests.harness import ROOT, allow_warnings, assert_raises, full_disk, run_ranks

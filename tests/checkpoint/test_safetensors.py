@@ -12,8 +12,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
-from flatshard.checkpoint import load_safetensors, save_safetensors
-from flatshard.checkpoint import safetensors as files
+from flatshard.checkpoint import load_safetensors, safetensors as files, save_safetensors
 from flatshard.collectives import record
 from tests.harness import allow_warnings, assert_raises, full_disk, naming, on_ranks, run_ranks
 from tests.models import CASES

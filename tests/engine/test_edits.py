@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import Run, Script, pair
 from tests.ways import on_ranks_each_way
@@ -182,10 +182,8 @@ def test_added_in_place_through_a_unit(rank: int, world_size: int) -> None:
 def test_moved_to_meta_or_replaced(rank: int, world_size: int, way: str) -> None:
     """Both raise; a replaced parameter would train on each rank by itself."""
     sharded, _ = pair(rank, world_size, way)
-    with pytest.raises(RuntimeError, match="meta"):
-        sharded.model.to("meta")
+    assert_raises(RuntimeError, "meta", sharded.model.to, "meta")
     module = sharded.submodule("fc2")
     module.weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
     for attempt in (sharded.model.float, lambda: sharded.loss(0).backward()):
-        with pytest.raises(RuntimeError, match=r"'fc2\.weight'.*replaced or removed"):
-            attempt()
+        assert_raises(RuntimeError, r"'fc2\.weight'.*replaced or removed", attempt)

@@ -20,12 +20,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, event, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, event, given, settings, strategies as st
 from torch import Tensor, nn
 
-from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy
-from flatshard import wrap as policies
+from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy, wrap as policies
 from flatshard.options.extras import default_extra
 from tests.combinations import THOROUGH
 from tests.harness import RankError, allow_warnings, run_ranks

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from gpu_checks import divergence, equality
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
-from torch.distributed import distributed_c10d
+from torch.distributed import _functional_collectives as functional, distributed_c10d
 
 from flatshard import MixedPrecision, ShardedWrapper, checkpoint, full_tensors
 from flatshard.engine import forward_edits

@@ -21,6 +21,7 @@ from tests.ways import select
 
 pytestmark = pytest.mark.by_turns
 
+MLP = CASES["mlp"]
 save, load = ShardedWrapper.optim_state_dict, ShardedWrapper.optim_state_dict_to_load
 
 
@@ -129,10 +130,9 @@ def test_container_with_plain_parameters(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_names_for_positions(rank: int, world_size: int) -> None:
     """Names that the optimizer itself, or DistributedDataParallel, gave."""
-    case = CASES["mlp"]
-    plain = case.model()
+    plain = MLP.model()
     named = torch.optim.AdamW(reversed(list(plain.named_parameters())))
-    train(plain, named, range(2), case)
+    train(plain, named, range(2), MLP)
     expected = _by_name(plain, named)
     (group,) = expected["param_groups"]
     del group["param_names"]
@@ -141,7 +141,7 @@ def test_names_for_positions(rank: int, world_size: int) -> None:
         "param_groups": [{**group, "params": [f"module.{name}" for name in group["params"]]}],
     }
     for way in CHOSEN.values():
-        model = case.wrap(**way.keywords)
+        model = MLP.wrap(**way.keywords)
         for given in (named.state_dict(), expected, under_ddp):
             optimizer = torch.optim.AdamW(model.named_parameters())
             load(model, optimizer, given, load_directly=True)
@@ -158,10 +158,9 @@ def test_names_for_positions(rank: int, world_size: int) -> None:
 @pytest.mark.uncoalesced  # counts gathers of each layer
 @on_ranks(2)
 def test_result_is_whole_and_apart(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    model = case.wrap()
+    model = MLP.wrap()
     optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, range(2), case, rank, world_size)
+    train(model, optimizer, range(2), MLP, rank, world_size)
     with record() as events:
         saved = save(model, optimizer)
     moved = [event for event in events if event.kind == "all_to_all"]
@@ -178,7 +177,7 @@ def test_result_is_whole_and_apart(rank: int, world_size: int) -> None:
     _assert_alike(torch.load(file, weights_only=True), saved, 0.0)
 
     with naming("between forward and backward"):
-        loss = loss_of_rows(model, case, 0, rank, world_size)
+        loss = loss_of_rows(model, MLP, 0, rank, world_size)
         _assert_alike(save(model, optimizer), saved, 0.0)
         loss.backward()
         optimizer.zero_grad()
@@ -186,7 +185,7 @@ def test_result_is_whole_and_apart(rank: int, world_size: int) -> None:
     # Nothing shares memory: not what was saved, nor what was loaded.
     before = save(model, optimizer)
     load(model, optimizer, saved, load_directly=True)
-    train(model, optimizer, range(2, 3), case, rank, world_size)
+    train(model, optimizer, range(2, 3), MLP, rank, world_size)
     _assert_alike(saved, before, 0.0)
     with pytest.raises(AssertionError):
         _assert_alike(save(model, optimizer), before)
@@ -198,16 +197,15 @@ def test_result_is_whole_and_apart(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_dtypes(rank: int, world_size: int) -> None:
     """Cast to the parameter's, but for ``step``: as plain optimizers do."""
-    case = CASES["mlp"]
-    plain = case.model()
+    plain = MLP.model()
     expected = torch.optim.AdamW(plain.parameters())
-    train(plain, expected, range(2), case)
+    train(plain, expected, range(2), MLP)
     saved = _by_name(plain, expected)
-    other = case.model(torch.bfloat16).bfloat16()
+    other = MLP.model(torch.bfloat16).bfloat16()
     cast = torch.optim.AdamW(other.parameters())
     cast.load_state_dict(expected.state_dict())
     for way in CHOSEN.values():
-        model = case.wrap(case.model().bfloat16(), **way.keywords)
+        model = MLP.wrap(MLP.model().bfloat16(), **way.keywords)
         optimizer = torch.optim.AdamW(model.parameters())
         load(model, optimizer, saved, load_directly=True)
         _assert_alike(save(model, optimizer), _by_name(other, cast), 0.0)
@@ -218,10 +216,9 @@ def test_dtypes(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    model = case.wrap()
+    model = MLP.wrap()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, range(2), case, rank, world_size)
+    train(model, optimizer, range(2), MLP, rank, world_size)
     saved = save(model, optimizer)
 
     def changed(name: str, **entries: Any) -> StateDict:
@@ -246,7 +243,7 @@ def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
         refused(r"Missing in the state: 'fc1|Unexpected: 'fc9", given)
     few = torch.optim.AdamW(list(model.parameters())[:2])
     with pytest.raises(ValueError, match=r"6 parameters without names.*has 2"):
-        load(model, few, torch.optim.AdamW(case.model().parameters()).state_dict())
+        load(model, few, torch.optim.AdamW(MLP.model().parameters()).state_dict())
     assert_raises(ValueError, "outermost ShardedWrapper", save, model.module.fc1, optimizer)
 
     # Nothing was sent before all ranks knew.
@@ -261,7 +258,7 @@ def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
     with ShardedWrapper.summon_full_params(model):
         assert_raises(RuntimeError, "under summon_full_params", save, model, optimizer)
     _assert_alike(save(model, optimizer), saved, 0.0)
-    train(model, optimizer, range(2, 3), case, rank, world_size)
+    train(model, optimizer, range(2, 3), MLP, rank, world_size)
 
 
 # ---------------------------------------------------------------- the state of one rank
@@ -280,14 +277,13 @@ def test_one_ranks_state() -> None:
 
 def _one_ranks_state(rank: int, world_size: int, states: list[StateDict] | None) -> StateDict:
     """Goes into the same place; elsewhere the first step at the latest refuses it."""
-    case = CASES["mlp"]
-    model = case.wrap()
+    model = MLP.wrap()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     if states is not None:
         with pytest.raises(ValueError, match="only the parts of one rank"):
             load(model, optimizer, states[rank])
         optimizer.load_state_dict(states[rank])
-    train(model, optimizer, range(2), case, rank, world_size)
+    train(model, optimizer, range(2), MLP, rank, world_size)
     if states is not None:
         with pytest.raises(RuntimeError, match=r"rank \d of 2.*rank \d of 2.*optim_state_dict"):
             optimizer.load_state_dict(states[1 - rank])
@@ -306,15 +302,14 @@ def _one_ranks_state(rank: int, world_size: int, states: list[StateDict] | None)
 
 
 def _other_layout(rank: int, world_size: int, states: list[StateDict]) -> None:
-    case = CASES["mlp"]
-    model = case.wrap()
+    model = MLP.wrap()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     optimizer.load_state_dict(states[0])  # nothing of ours sees this yet
-    loss_of_rows(model, case, 0, rank, world_size).backward()
+    loss_of_rows(model, MLP, 0, rank, world_size).backward()
     for _ in range(2):
         assert_raises(RuntimeError, r"rank 0 of 2.*rank \d of 3.*optim_state_dict", optimizer.step)
-    plain = case.model()
+    plain = MLP.model()
     other = OPTIMIZERS["adamw"](plain.parameters())
     other.load_state_dict(states[0])
-    loss_of_rows(plain, case, 0, 0, 1).backward()
+    loss_of_rows(plain, MLP, 0, 0, 1).backward()
     assert_raises(RuntimeError, r"rank 0 of 2.*not sharded", other.step)

@@ -4,8 +4,7 @@ import itertools
 import math
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flatshard.units import layout as layouts
 from flatshard.units.layout import FlatLayout, boxes_of, memory_order, strides_of

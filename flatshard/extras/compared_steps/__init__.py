@@ -19,7 +19,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from flatshard.comm.process_groups import ranks_text
+from flatshard.comm.consistency import Facts, differing_fact
 from flatshard.engine.run_state import RunState
 from flatshard.optimizer.adapter import Optimizer, all_params, at_step
 from flatshard.precision import get_grad
@@ -32,9 +32,8 @@ _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
 _OP = "the options of optimizers"
-_MISSING = "the parameters without .grad"
+_MISSING = "the list of parameters without .grad"
 _SIMPLE = {int, float, bool, str, tuple, type(None)}  # types of options that are compared as is
-Facts = dict[str, str]  # texts that must be equal on all ranks
 
 
 class ComparedSteps:
@@ -69,15 +68,10 @@ class ComparedSteps:
         everyone, digests = zip(*world.host.gather((mine, digest), _OP), strict=True)
         if len({*digests}) == 1:
             return
-        difference = "the step is too old to be recorded"
-        named = {*chain.from_iterable(everyone)}
-        for what in sorted(named, key=lambda name: (not name.startswith("'lr'"), name)):
-            values = [one.get(what, "no step") for one in everyone]
-            ranks = {v: ranks_text(compress(world.ranks, map(v.__eq__, values))) for v in values}
-            if len(ranks) > 1:
-                each = ", ".join(f"{value} on rank {where}" for value, where in ranks.items())
-                difference = f"{what} ({each})"
-                break
+        names = sorted({*chain.from_iterable(everyone)})
+        names.sort(key=lambda name: not name.startswith("'lr'"))  # name learning rates first
+        steps = [{name: one.get(name, "no step") for name in names} for one in everyone]
+        difference = differing_fact(steps, world.ranks) or "the step is too old to be recorded"
         raise RuntimeError(
             f"backward of {unit_text(self._state.root.name)}: since the last backward, ranks "
             "stepped an optimizer with different options, or different numbers of times: "
@@ -110,7 +104,7 @@ class ComparedSteps:
             if first is not None:
                 of = f"of {type(optimizer).__name__}'s group with {first!r}"
                 facts |= {f"{k!r} {of}": _text(_plain(group[k])) for k in names if k in group}
-                facts[f"the parameters {of}"] = text
+                facts[f"the number of parameters {of}"] = text
         return facts
 
 

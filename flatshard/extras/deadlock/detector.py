@@ -483,10 +483,8 @@ def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding
     if not store.check([key]):
         return None
     finding = _Finding(*json.loads(store.get(key)))
-    if finding.waits is None:
-        is_about = need.kind != PROGRAM
-    else:
-        is_about = [need.group, str(need.kind), need.number] in finding.waits
+    waits, mine = finding.waits, [need.group, str(need.kind), need.number]
+    is_about = need.kind != PROGRAM if waits is None else mine in waits
     return finding if is_about or not is_exact else None
 
 

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
+from flatshard.comm.process_groups import backend_for
 from flatshard.comm.work import CollectiveError, WaitCondition
 from flatshard.extras.deadlock.program import BlockedWait, others, python_threads
 
@@ -233,13 +234,9 @@ def settle(seconds: float) -> None:
 
 def _backends() -> dict[dist.ProcessGroup, Any]:
     """Return the NCCL backends, keyed by process group. Groups without NCCL are left out."""
-    found = {}
-    for group in tuple(distributed_c10d._world.pg_names):
-        with contextlib.suppress(RuntimeError):  # if the group has no backend for CUDA tensors
-            backend: Any = group._get_backend(torch.device("cuda"))
-            if backend.name() == "nccl":
-                found[group] = backend
-    return found
+    known = tuple(distributed_c10d._world.pg_names)
+    groups = (group for group in known if backend_for(group, "cuda") == "nccl")
+    return {group: group._get_backend(torch.device("cuda")) for group in groups}
 
 
 def _incomplete() -> dict[dist.ProcessGroup, int]:
@@ -321,19 +318,15 @@ def _place_of(thread: int) -> Place | None:
 
 def _can_wait(code: CodeType, offset: int) -> bool:
     """Whether the bytecode instruction of ``code`` at ``offset`` may wait for the GPU."""
-    loaded = ""  # if the instruction is a call: name of the called function or method
-    before = list(dis.get_instructions(code))
-    now = next((one for one in before if one.offset == offset), None)
-    if now is None or now.positions is None:
-        return False
-    if not now.opname.startswith("CALL"):
-        return now.opname.startswith(_WAITING_OPCODES)
-    start = now.positions[0], now.positions[2]
-    for one in before:
-        if one.offset >= offset:
-            break
-        # Find the instruction that loads the function: it has the line and column of the call.
-        begins = one.positions is not None and (one.positions[0], one.positions[2]) == start
-        if begins and one.opname.startswith("LOAD_") and isinstance(one.argval, str):
-            loaded = one.argval
-    return loaded in _WAITING_CALLS
+    # Name of the function or method that is loaded at each line and column. A call has the line and
+    # column of the function that it calls.
+    loaded: dict[Any, str] = {}
+    for one in dis.get_instructions(code):
+        start = one.positions and (one.positions.lineno, one.positions.col_offset)
+        if one.offset == offset and one.opname.startswith("CALL"):
+            return loaded.get(start) in _WAITING_CALLS
+        if one.offset == offset:
+            return one.opname.startswith(_WAITING_OPCODES)
+        if one.opname.startswith("LOAD_") and isinstance(one.argval, str):
+            loaded[start] = one.argval
+    return False

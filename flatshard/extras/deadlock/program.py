@@ -187,10 +187,9 @@ def line_of(thread: int) -> str:
     """Return file, number and text of the program's line that a thread runs, or ""."""
     # On an accelerator, backward runs in a thread of autograd, while the main thread waits in the
     # program's line that called `backward()`.
-    for one in (thread, threading.main_thread().ident):
-        if line := program_line(sys._current_frames().get(one or 0)):
-            return line
-    return ""
+    threads = thread, threading.main_thread().ident or 0
+    lines = (program_line(sys._current_frames().get(one)) for one in threads)
+    return next(filter(None, lines), "")
 
 
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
@@ -245,8 +244,7 @@ def _recorded() -> list[dict[str, Any]]:
     """
     with contextlib.suppress(AttributeError, RuntimeError, ValueError):
         dump: Any = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
-        records: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-        return records
+        return json.loads(dump(True, False)).get("entries", [])  # type: ignore[no-any-return]
     return []
 
 

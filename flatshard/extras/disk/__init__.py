@@ -261,8 +261,7 @@ class DiskSteps(adapter.OptimizerExtension):
 
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        _steps.after_part(optimizer, group["params"])
+    _steps.after_part(optimizer, [*adapter.all_params(optimizer)])
 
 
 def _plan_parts(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
+from torch.optim import Optimizer, optimizer as torch_optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.comm.process_groups import ranks_text

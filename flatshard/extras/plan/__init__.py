@@ -8,8 +8,6 @@ Without this folder, ``flatshard.plan`` raises, and the command ``flatshard plan
 
 from flatshard.extras.plan.hardware import Device
 from flatshard.extras.plan.report import TrainingPlan, plan
-from flatshard.extras.plan.report import add_arguments as add_arguments
-from flatshard.extras.plan.report import run as run
 from flatshard.extras.plan.trace import CannotTraceError, checkpoint_blocks
 
 __all__ = ["CannotTraceError", "Device", "TrainingPlan", "checkpoint_blocks", "plan"]

@@ -391,13 +391,7 @@ class TracedModel:
     """A model on the meta device, and the trace of one of its steps, ``trace``."""
 
     def __init__(
-        self,
-        build: Build,
-        step: Step,
-        *,
-        checkpoint: Checkpointing = "none",
-        on_gpu: bool = True,
-        **keywords: Any,
+        self, build: Build, step: Step, *, checkpoint: Checkpointing, on_gpu: bool, **keywords: Any
     ) -> None:
         """Build a model on the meta device, and trace one step.
 

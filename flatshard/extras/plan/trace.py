@@ -12,7 +12,7 @@ import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -441,12 +441,7 @@ _STAND_INS: dict[str, Any] = {
 
 
 def trace(
-    plan: ModelPlan,
-    flats: Sequence[FlatMemory],
-    step: Step,
-    *,
-    on_gpu: bool,
-    checkpoint: Checkpointing,
+    plan: ModelPlan, flats: list[FlatMemory], step: Step, *, on_gpu: bool, checkpoint: Checkpointing
 ) -> StepTrace:
     """Run ``step(model).backward()`` on fake tensors, and return the recorded trace."""
     model, casts = plan.module, plan.precision_plan

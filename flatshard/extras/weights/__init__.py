@@ -153,13 +153,12 @@ def read(model: nn.Module, caller: str, options: Options, units: Any, finish: An
     """
     shards = model_shards(model, caller)
     world = shards.world
-    read_units = units_in(model)
-    contexts, mark = list(dict.fromkeys(one.context for one in read_units)), Reading(read_units)
+    contexts, mark = list(dict.fromkeys(one.context for one in shards.units)), Reading(shards.units)
 
     def prepare() -> tuple[tuple[Flats, list[Item], MergedLora | None], Facts]:
         options.check(world.size)
         others = (one for context in contexts for one in context.extensions)
-        if any(isinstance(one, Reading) and one.reads(read_units) for one in others):
+        if any(isinstance(one, Reading) and one.reads(shards.units) for one in others):
             raise ValueError(
                 f"another {caller} of this model is not finished. First read that iterator to "
                 "the end, or call its close(), on every rank."

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from flatshard.extras.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL, one_unit_warning

@@ -19,6 +19,8 @@ from tests.models import CASES, Case
 from tests.oracle import assert_same, sgd, step_and_zero
 from tests.ways import WAYS, ranks_of
 
+MLP = CASES["mlp"]
+
 _STEPS, _MICRO_BATCHES, _CLIP = 3, 3, 0.5
 
 
@@ -70,25 +72,23 @@ def _train(model: Any, case: Case, rank: int, how: str = "no_sync", scales: bool
 @on_ranks(ranks_of)
 def test_every_strategy(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
-    case = CASES["mlp"]
-    expected = _train_plain(case, world_size)
+    expected = _train_plain(MLP, world_size)
     ways = {"uneven": ("op", "no_shard"), "replicas_only": ("native-hybrid", "hybrid-zero2")}
     for how in ("no_sync", *(how for how, some in ways.items() if way in some)):
         with naming(how):
-            model = case.wrap(**WAYS[way].keywords)
-            _train(model, case, rank, how)
+            model = MLP.wrap(**WAYS[way].keywords)
+            _train(model, MLP, rank, how)
             assert_same(model, expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_one_rank_and_reduce_dtype(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
     rounds = {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)}
-    model = case.wrap(**rounds if world_size > 1 else {})
-    _train(model, case, rank, scales=world_size > 1)
+    model = MLP.wrap(**rounds if world_size > 1 else {})
+    _train(model, MLP, rank, scales=world_size > 1)
     tolerance = {"rtol": 0.1, "atol": 0.02} if world_size > 1 else {}
-    assert_same(model, _train_plain(case, world_size), **tolerance)
+    assert_same(model, _train_plain(MLP, world_size), **tolerance)
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:
@@ -98,16 +98,15 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 @on_ranks(2)
 def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
     """Gradients that the program or a failure drops take their counts along."""
-    case = CASES["mlp"]
-    model: Any = case.wrap()
+    model: Any = MLP.wrap()
 
     def backward(number: int) -> None:
         model.average_over(_count(rank, 0, number))
-        _loss(model, case, rank, 0, number).backward()
+        _loss(model, MLP, rank, 0, number).backward()
 
     for _ in range(3):  # the first steps also agree on an order
         with flatshard.collectives.record() as plain:
-            _loss(model, case, rank, 0, 1).backward()
+            _loss(model, MLP, rank, 0, 1).backward()
         model.zero_grad()
     with flatshard.collectives.record() as counted:
         backward(1)
@@ -122,7 +121,7 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
         assert_same(_gradients(model), expected)
     model.zero_grad()
     for tensor in ("loss", "input"):  # the backward fails before or after the model's
-        assert_raises(RuntimeError, "planted", _fail_in_backward, model, case, tensor)
+        assert_raises(RuntimeError, "planted", _fail_in_backward, model, MLP, tensor)
         backward(1)
         model.zero_grad()
     backward(1)
@@ -132,12 +131,12 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
     for accumulating in (False, True):
         model.average_over(_count(rank, 0, 1))
         with model.no_sync() if accumulating else contextlib.nullcontext():
-            inputs = case.batch(1, 4)[0].requires_grad_()
+            inputs = MLP.batch(1, 4)[0].requires_grad_()
             torch.autograd.grad(model(inputs).sum(), inputs)
-        _loss(model, case, rank, 0, 1).backward()
+        _loss(model, MLP, rank, 0, 1).backward()
         assert_same(_gradients(model), expected)
         model.zero_grad()
-    _as_before_any_count(model, case, rank)
+    _as_before_any_count(model, MLP, rank)
 
 
 def _as_before_any_count(model: Any, case: Case, rank: int) -> None:
@@ -169,13 +168,12 @@ def _fail_in_backward(model: Any, case: Case, tensor: str) -> None:
 
 @on_ranks(2)
 def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    model: Any = case.wrap()
+    model: Any = MLP.wrap()
 
     def backward(*counts: Any) -> None:
         if counts[rank] is not None:
             model.average_over(counts[rank])
-        _loss(model, case, rank, 0, 1).backward()
+        _loss(model, MLP, rank, 0, 1).backward()
 
     def raises(message: str, act: Callable[[], object], kind: Any = RuntimeError) -> None:
         assert_raises(kind, message, act)
@@ -193,16 +191,16 @@ def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None
         raises("only some units", lambda: backward(1, 1))
     model.register_comm_hook("state", Averaging())
     raises("a communication hook is registered", lambda: backward(1, 1))
-    model = case.wrap()
+    model = MLP.wrap()
     model.average_over(1)
     model.register_comm_hook("state", Averaging())  # after the count
-    raises("a communication hook is registered", _loss(model, case, rank, 0, 1).backward)
-    model = case.wrap()
+    raises("a communication hook is registered", _loss(model, MLP, rank, 0, 1).backward)
+    model = MLP.wrap()
     model.average_over(1)
     model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))  # after the count
-    raises(r"average_over\(\) needs all gradients", _loss(model, case, rank, 0, 1).backward)
+    raises(r"average_over\(\) needs all gradients", _loss(model, MLP, rank, 0, 1).backward)
     raises(r"average_over\(\) needs all gradients", lambda: backward(1, 1))
-    model = case.wrap()
+    model = MLP.wrap()
     with model.no_sync():
         backward(1, float("-inf"))
     raises("rank 1 passed the count -inf", lambda: backward(1, float("inf")))

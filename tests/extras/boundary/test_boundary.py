@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flatshard.extras import boundary as extra
 from flatshard.extras.boundary import Boundary, as_boundary, block_numel, check_padding, move

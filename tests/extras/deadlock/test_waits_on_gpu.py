@@ -13,8 +13,7 @@ import pytest
 from gpu_checks.divergence import CASES
 
 from flatshard.comm.work import CollectiveError, WaitCondition, named
-from flatshard.extras.deadlock import detector
-from flatshard.extras.deadlock import gpu as gpu_waits
+from flatshard.extras.deadlock import detector, gpu as gpu_waits
 from tests import simulated_gpu
 from tests.simulated_gpu.divergences import BARRIERS, SIX, Setting, problems
 from tests.simulated_gpu.server import Ended, Gpu

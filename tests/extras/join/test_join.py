@@ -17,6 +17,8 @@ from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import ROWS, assert_same, assert_same_gradients, step_and_zero, step_with
 
+MLP = CASES["mlp"]
+
 pytestmark = pytest.mark.by_turns
 
 # Batches of each rank.
@@ -92,8 +94,7 @@ def test_uneven_inputs(rank: int, world_size: int) -> None:
 
 def _check_state(rank: int, world_size: int) -> None:
     """All parts of the optimizer's state are those of the rank that had input last."""
-    case = CASES["mlp"]
-    sharded, ddp = case.wrap(), DistributedDataParallel(case.model())
+    sharded, ddp = MLP.wrap(), DistributedDataParallel(MLP.model())
     mine, theirs = (_train(model, rank, 2 * rank) for model in (sharded, ddp))
     full = ShardedWrapper.optim_state_dict(sharded, mine)["state"]
     if rank == world_size - 1:
@@ -159,8 +160,7 @@ def test_what_nobody_can_follow(rank: int, world_size: int) -> None:
 
 
 def _no_input_at_all(rank: int) -> None:
-    case = CASES["mlp"]
-    model, plain = case.wrap(), case.model()
+    model, plain = MLP.wrap(), MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _loop(model, optimizer, 2 * rank, optimizers=[optimizer])
     halved = torch.optim.SGD(plain.parameters(), lr=0.1 / 2)  # an average with no gradient
@@ -179,15 +179,14 @@ def _schedule_that_fell_behind(rank: int) -> None:
 
 
 def _refused(rank: int) -> None:
-    case = CASES["mlp"]
-    model = case.wrap(allow_divergence=[nn.Linear])
+    model = MLP.wrap(allow_divergence=[nn.Linear])
     with pytest.raises(NotImplementedError, match=r"join\(\) cannot be .* may be skipped"):
         model.join().__enter__()
-    model = case.wrap()
+    model = MLP.wrap()
     model.register_comm_hook("state", Averaging())
     with pytest.raises(NotImplementedError, match=r"join\(\) cannot .* has a communication hook"):
         model.join().__enter__()
-    model = case.wrap()
+    model = MLP.wrap()
     assert_raises(
         RuntimeError, "is inside a wrapper", sharded_modules(model.fc1)[0].join().__enter__
     )
@@ -195,4 +194,4 @@ def _refused(rank: int) -> None:
         pass
     same = pytest.raises(RuntimeError, match="ranks with input must take the same action")
     with same, model.join(), torch.set_grad_enabled(rank == 0):
-        model(case.batch(0, ROWS)[0])
+        model(MLP.batch(0, ROWS)[0])

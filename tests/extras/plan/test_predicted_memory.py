@@ -67,7 +67,7 @@ def test_predicted_bytes_are_held(rank: int, world_size: int) -> None:
                 step(model).backward()
                 optimizer.step()
         del keywords["collectives"]
-        trace = TracedModel(build, step, on_gpu=False, **keywords).trace
+        trace = TracedModel(build, step, checkpoint="none", on_gpu=False, **keywords).trace
         keywords |= {"ranks_per_node": 2, "optimizer_bytes": 4}
         _, flats = plan_flats(build(), world_size=world_size, **keywords)
         replay = Replay(trace, flats, Machine(CPU, 2))
@@ -135,7 +135,8 @@ def test_units_around_units_stay_gathered() -> None:
     def step(model: nn.Module) -> Tensor:
         return model(torch.ones(2, 64)).sum() + model[0].scale.sum()
 
-    traced = TracedModel(outer, step, auto_wrap_policy=CustomPolicy(is_unit))
+    policy: Any = CustomPolicy(is_unit)
+    traced = TracedModel(outer, step, checkpoint="none", on_gpu=True, auto_wrap_policy=policy)
     assert traced.replay(Machine(CPU), 2).highest["unsharded"] == 4 * (2 * 64 * 64 + 1024)
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=64 * 64)
     _, flats = plan_flats(outer(), world_size=2, auto_wrap_policy=policy)

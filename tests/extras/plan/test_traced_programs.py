@@ -18,7 +18,7 @@ from tests.models import Composed
 
 
 def traced(build: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor]) -> TracedModel:
-    return TracedModel(build, step, on_gpu=False)
+    return TracedModel(build, step, checkpoint="none", on_gpu=False)
 
 
 def experts() -> nn.Module:

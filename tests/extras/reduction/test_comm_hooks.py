@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms import ddp_comm_hooks as ddp
 from torch.distributed.algorithms._comm_hooks import default_hooks as fsdp_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as ddp_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _hook_then_optimizer
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
@@ -157,7 +157,7 @@ def test_compression_is_a_reduce_dtype(rank: int, world_size: int) -> None:
     model = MLP.wrap()
     with pytest.raises(ValueError, match="of ranks 0, but the model"):
         model.register_comm_hook(half if rank == 0 else None, ddp_hooks.allreduce_hook)
-    register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)  # nothing was registered
+    ddp.register_ddp_comm_hook(ddp.DDPCommHookType.FP16_COMPRESS, model)  # nothing was registered
 
 
 # ---------------------------------------------------------------- what is refused
