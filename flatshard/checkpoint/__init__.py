@@ -1,7 +1,7 @@
 """``flatshard.checkpoint`` saves and loads training checkpoints, and files with a full model."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from flatshard.checkpoint.save_load import load, save
 from flatshard.checkpoint.sources import convert
 from flatshard.checkpoint.training import Optimizers, PendingSave
 from flatshard.extras.model_shards import model_shards
-from flatshard.optimizer.state_dicts import copied
+from flatshard.optimizer.state_dicts import StateDict, copied
 from flatshard.state.model_state import StateDictOptions
 from flatshard.state.optim_state import OptimState
 
@@ -53,7 +53,19 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return copied(state, torch.device("cpu")) if _is_first_rank() else {}
 
 
-def full_optim_state_dict(model: nn.Module, optimizer: Optimizers) -> Any:
+@overload
+def full_optim_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Mapping[str, Any]
+) -> dict[str, Any]: ...
+
+
+@overload
+def full_optim_state_dict(
+    model: nn.Module, optimizer: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, Any]]: ...
+
+
+def full_optim_state_dict(model: nn.Module, optimizer: Optimizers) -> StateDict | list[StateDict]:
     """Return the full optimizer state on rank 0, in host memory; an empty dict on other ranks.
 
     For several optimizers, in a list, tuple or dict, returns a list or dict of their states.
