@@ -563,7 +563,8 @@ class Gradients:
             raise RuntimeError(
                 f"{before.spec.where()}: before backward, .grad was set to a sharded tensor "
                 f"({before.text}) that may differ between ranks. Expected None, an average, or a "
-                "full tensor of this rank, which backward averages. Call zero_grad() first."
+                "full tensor of this rank, which backward averages. Call zero_grad(), or set "
+                ".grad to full_tensor() of the sharded tensor."
             )
         if before is not None and before.dtype is grad.dtype:
             # Like autograd, add in place: the program may have another reference to the tensor.

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -509,8 +509,17 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 
 
+def _set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> NoReturn:
+    raise RuntimeError(
+        f"{first_sharded(args, {}).spec.where()} is sharded: set_() would give it other memory. "
+        "Call register_parametrization(), which calls set_(), before wrapping. To write values, "
+        "call p.copy_(...) under torch.no_grad()."
+    )
+
+
 sharded_tensor.HANDLERS.update(
     linalg_vector_norm=_norm,
+    set_=_set,
     _foreach_norm=_norm,
     _foreach_max=lambda func, args, _: first_sharded(args, {}).refuse(func._schema.name),
     sum=_sum,

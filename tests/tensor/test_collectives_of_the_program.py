@@ -132,7 +132,7 @@ def test_refused_before_they_communicate(rank: int, world_size: int) -> None:
     with allow_warnings(UserWarning), torch.no_grad():
         for view, remedy in (
             (param[0], r"clone\(\)"),
-            (_flatten_dense_tensors([param.data]), "summon_full"),
+            (_flatten_dense_tensors([param.data]), "full_tensor"),
             (_flatten_dense_tensors([param.grad.data]), r"clone\(\)"),
         ):
             with pytest.raises(RuntimeError, match=f"all_reduce writes to a view .*{remedy}"):

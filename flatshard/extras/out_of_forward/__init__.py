@@ -332,9 +332,10 @@ def states(func: Any, tensors: Iterable[Tensor]) -> list[object]:
 def _lost(func: Any, view: GatheredView) -> RuntimeError:
     """Return the error for a function that writes, or may write, to a ``GatheredView``."""
     return RuntimeError(
-        f"parameter {view.of.spec.name!r}: {_name(func)} writes to a view that was taken "
-        "outside of forward. The view shows a copy of the parameter, so the edit would be lost. "
-        "Edit the parameter under ShardedWrapper.summon_full_params(model), or pass a clone()."
+        f"{view.of.text}: {_name(func)} writes to a view that was taken outside of forward. The "
+        "view shows a copy, so the edit would be lost. Instead, edit a full copy on all ranks, and "
+        "write it back under torch.no_grad(): full = p.full_tensor(); full[0] = 0; p.copy_(full), "
+        "and likewise for p.grad. Or pass a clone()."
     )
 
 

@@ -367,7 +367,7 @@ def test_writes_are_refused(rank: int, world: int) -> None:
     with _quiet():
         with torch.no_grad():
             for edit in edits:
-                assert_raises(RuntimeError, "summon_full_params", edit, sharded.child.weight)
+                assert_raises(RuntimeError, "full_tensor|summon_full", edit, sharded.child.weight)
         assert_same_state(snapshot(sharded), before, 0.0, 0.0)
         statistics: list[Callable[[Any], object]] = [  # written without a new version
             lambda m: F.batch_norm(x, m.child.bias, m.other.bias, training=True),
@@ -425,7 +425,7 @@ def test_views_that_require_gradients(rank: int, world: int) -> None:
         row, part, rows = weight[0], weight[0][1:3], weight.unbind()
         with torch.no_grad():
             for view in (row, part, rows[1], nn.Parameter(row)):
-                assert_raises(RuntimeError, "summon_full_params", view.zero_)
+                assert_raises(RuntimeError, "full_tensor", view.zero_)
         assert_same_state(snapshot(sharded), before, 0.0, 0.0)
         torch.optim.SGD(sharded.parameters(), lr=0.1).step()
         for view in (row, part, rows[1]):
