@@ -53,10 +53,11 @@ class CollectiveWatch:
         return ""
 
     def take_turn(self, previous: int) -> int:
-        """Let this thread use a model after thread ``previous``; return the id of this thread.
+        """Let this thread use a model after thread ``previous``; return whose turn it is now.
 
         With the extra, raises CollectiveError if thread ``previous`` is still in a forward,
-        backward or collective. For threads of autograd and of flatshard, returns ``previous``.
+        backward or collective. Threads of autograd and of flatshard take no turn: for them, the
+        result is ``previous``.
         """
         return threading.get_ident()
 

@@ -126,7 +126,7 @@ class Forward:
 
     @untraced
     def take_turn(self) -> None:
-        """Let this thread call modules. Raises CollectiveError if another thread still does."""
+        """Let this thread call modules. Raises CollectiveError if another thread is in a step."""
         self.thread = watch().take_turn(self.thread)
 
     @untraced  # a compiled caller runs this method without compilation, between two graphs
@@ -216,8 +216,9 @@ class Forward:
         # Broadcast module buffers before any module reads them, but not if only a part of the model
         # is called.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
-            # As in DistributedDataParallel, also if a checkpoint around the wrapper recomputes it.
-            # In `join()`, ranks without input do not know of recomputations.
+            # As in DistributedDataParallel, broadcast again if a checkpoint around the wrapper
+            # recomputes the forward. But not while some ranks have no input (`join`): these ranks
+            # do not know of the recomputation.
             of_wrapper = calls_wrapper(unit, recomputes) and not (recomputes and state.lacks_ranks)
             state.buffers.before_forward(state.under_no_sync, of_wrapper)
         for watcher in state.watchers:
@@ -404,8 +405,9 @@ _WRAPPERS = ModuleProxy.forward.__code__.co_filename
 def calls_wrapper(unit: Unit, recomputes: bool) -> bool:
     """Whether the program called the unit's wrapper, not the wrapped module (``model.module(x)``).
 
-    Returns True if this is unknown because Dynamo calls the module. ``recomputes``: whether
-    activation checkpointing recomputes the forward, which Dynamo does not call.
+    Also returns True if Dynamo calls the module, because then the stack does not show the caller.
+    ``recomputes``: whether activation checkpointing recomputes the forward. Dynamo never calls a
+    recomputed forward.
     """
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     calls = [one for one in frames if one.f_code is _CALLS and one.f_locals["self"] in unit.modules]

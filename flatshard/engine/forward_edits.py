@@ -95,8 +95,8 @@ class ForwardEdits:
             if handle not in self._before or handle.shard_is_buffer:
                 continue
             look, before = self._before[handle]
-            # A reference from before the forward (`self.kept = [self.weight]`) is the sharded
-            # parameter. The forward reads an unsharded copy, so the forward would miss the write.
+            # The forward has written to a sharded parameter, by a reference from before the forward
+            # (`self.kept = [self.weight]`). But it reads an unsharded copy, without the write.
             if handle.version != handle.gathered_version:
                 raise edited(handle, handle.edited_params())
             if handle.buffer._version != handle.clean_version or look(handle.buffer) != before:

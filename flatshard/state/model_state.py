@@ -9,8 +9,8 @@ In an unwrapped model's state dict, the tensors share memory with the parameters
 for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
 are full copies of the parameters. So ``WriteThrough`` looks for writes into the copies when the
 model or the parameter is used next or when a copy is freed, and then copies the written values to
-the shards. After ``p.data = q.data``, it also copies later writes to ``q.data`` to the shard of
-``p``.
+the shards. After ``p.data = t``, where ``p`` is a sharded parameter, ``WriteThrough`` also copies
+later writes to the plain tensor ``t`` to the shard of ``p``.
 """
 
 import sys

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from flatshard.comm.communicator import Topology
@@ -191,6 +192,12 @@ class OriginalParam:
         ``is_whole``: whether the chunk is the whole flat parameter. Then ``sharded`` is a plain
         parameter.
         """
+        # Until the first forward, `weight` of a module with `nn.utils.spectral_norm` is
+        # `weight_orig.data`, and programs may initialize `weight`.
+        address, views = self.sharded.data_ptr(), list[tuple[nn.Module, str]]()
+        for module in (place.module for place in self.locations):
+            names = (h.name for h in module._forward_pre_hooks.values() if type(h) is SpectralNorm)
+            views += [(module, n) for n in names if getattr(module, n).data_ptr() == address != 0]
         if not is_whole:
             sharded = FlatShardTensor.parameter(chunk, self.spec, self.sharded.requires_grad)
             # A user's `torch.autograd.Function` returns a full gradient for this rank's batch. All
@@ -198,13 +205,14 @@ class OriginalParam:
             with torch._C.DisableTorchFunctionSubclass():
                 register_hook(sharded, Tensor.register_hook, partial(averaged, self.spec))
             self._swap_into(sharded)
-            return
-        if self.sharded.is_meta:
+        elif self.sharded.is_meta:
             self._swap_into(nn.Parameter(view_of(chunk, self.span), self.sharded.requires_grad))
         else:
             # An assignment to `.data` replaces only the memory, not the hooks and attributes.
             self.sharded.data = view_of(chunk, self.span)
-        if self.spec.state_target is not None:
+        for module, name in views:
+            setattr(module, name, self.sharded.data)
+        if is_whole and self.spec.state_target is not None:
             self.spec.state_target.keep_state_of(self.sharded)
 
     def _swap_into(self, view: Tensor, *, tries: int = 2) -> None:

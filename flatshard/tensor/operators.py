@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,10 @@ _ROLE_LENGTH = 80  # maximum length of the text that `_role_of` returns, without
 
 
 def _local(value: Any, like: FlatShardTensor, func: Any) -> Any:
-    """Return this rank's range of an operand of ``func``: the same elements as ``like``'s range.
+    """Return this rank's range of ``value``, an operand of ``func``: the elements of ``like``.
 
-    Collective if ``func`` writes ``like`` in place, and ``value`` is a parameter that is divided
-    otherwise, such as a momentum encoder's parameter in another unit.
+    Collective if ``func`` writes ``like`` in place, and ``value`` is a parameter with other ranges,
+    such as a momentum encoder's parameter in another unit.
     """
     if isinstance(value, FlatShardTensor):
         if value.spec.place == like.spec.place:
@@ -65,14 +65,19 @@ def _local(value: Any, like: FlatShardTensor, func: Any) -> Any:
 
 
 def _whole(value: FlatShardTensor, like: FlatShardTensor, func: Any) -> Tensor:
-    """Return ``value.full_tensor()`` if ``func`` writes only ``like``. Otherwise raise."""
-    # Fused optimizers write several lists: what they write into a gathered copy would be lost.
+    """Return the full tensor of ``value``, which ``func`` must only read. Collective.
+
+    Raises NeedsFullTensor if ``func`` may write to ``value``, or returns a new tensor, or if the
+    ranks' ranges of ``like`` or ``value`` may be parts of different full tensors.
+    """
+    # Fused optimizers write to several lists. Writes to a gathered copy would be lost.
     is_read = func._schema.is_mutable and not func._opname.startswith("_fused")
     if not is_read or not like.is_alike or not value.is_alike or len(value.spec.comms) > 1:
         raise NeedsFullTensor(
             f"parameter {like.spec.name!r} {like.spec.shape} and {value.spec.name!r} "
             f"{value.spec.shape} are sharded with different shapes, strides or ranges, so one "
-            "operation cannot combine them. To read values, call full_tensor() on all ranks.",
+            "operation cannot combine them. Call full_tensor() of both on all ranks, and combine "
+            "the full tensors.",
             like.spec,
         )
     with torch.no_grad():  # autograd has already recorded the in-place operation
@@ -509,17 +514,11 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 
 
-def _set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> NoReturn:
-    raise RuntimeError(
-        f"{first_sharded(args, {}).spec.where()} is sharded: set_() would give it other memory. "
-        "Call register_parametrization(), which calls set_(), before wrapping. To write values, "
-        "call p.copy_(...) under torch.no_grad()."
-    )
-
+_IN_SET = "set_(), as in register_parametrization(), which must be called before wrapping,"
 
 sharded_tensor.HANDLERS.update(
     linalg_vector_norm=_norm,
-    set_=_set,
+    set_=lambda _, args, __: first_sharded(args, {}).refuse(_IN_SET),
     _foreach_norm=_norm,
     _foreach_max=lambda func, args, _: first_sharded(args, {}).refuse(func._schema.name),
     sum=_sum,

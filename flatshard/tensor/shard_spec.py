@@ -86,8 +86,9 @@ class ShardSpec:
     # Function that returns pairs: a rank of `comm`, and the range of the parameter (a slice) that
     # this rank of `comm` stores. None: only the current rank stores elements.
     holders: Any = None
-    # Equal for two parameters of equal shape and strides if all ranks store the same elements of
-    # both. All ranks have the same value, so a comparison has the same result on all ranks.
+    # How the parameter is divided. If two parameters of equal shape and strides have equal values,
+    # each rank stores the same elements of both. The value is the same on all ranks, so all ranks
+    # get the same result from a comparison.
     division: tuple[Any, ...] = ()
     # Weak references to the model: gradients and optimizer state refer to this object, and must not
     # keep a deleted model in memory.

@@ -160,10 +160,11 @@ class FlatLayout:
         return LocalSpan(start - begin, end - start, offset)
 
     def division(self, index: int) -> tuple[int, int, int]:
-        """Return numbers that are equal for two parameters of equal size, divided the same way.
+        """Return numbers that describe how parameter ``index`` is divided into shards.
 
-        They are: the index of the first shard with elements of the parameter, and the number of
-        elements in the first and in the second shard.
+        The numbers are: the index of the first shard that has elements of the parameter, and how
+        many elements this shard and the next shard have. If the numbers of two parameters of equal
+        size are equal, both are divided in the same way.
         """
         start, numel = self.spans[index].start, self.spans[index].numel
         first = min(self.shard_numel - start % self.shard_numel, numel) if numel else 0

@@ -266,7 +266,10 @@ def frozen_layers(side: Side) -> Any:
 def _parametrised(change: Callable[[nn.Linear], nn.Module], side: Side) -> Any:
     net = Mlp()
     net.fc2 = change(net.fc2)
-    return side.fit(side.wrap(net))
+    model = side.wrap(net)
+    if (weight := vars(side.inner(model).fc2).get("weight")) is not None:
+        nn.init.constant_(weight.data, 0.1)
+    return side.fit(model)
 
 
 _prune = partial(prune.l1_unstructured, name="weight", amount=0.5)

@@ -318,8 +318,8 @@ def _place_of(thread: int) -> Place | None:
 
 def _can_wait(code: CodeType, offset: int) -> bool:
     """Whether the bytecode instruction of ``code`` at ``offset`` may wait for the GPU."""
-    # Name of the function or method that is loaded at each line and column. A call has the line and
-    # column of the function that it calls.
+    # Name of the function or method that is loaded at each line and column. A CALL instruction has
+    # the line and column of the instruction that loads the function.
     loaded: dict[Any, str] = {}
     for one in dis.get_instructions(code):
         start = one.positions and (one.positions.lineno, one.positions.col_offset)

@@ -148,11 +148,11 @@ def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGro
 
 
 def begun(thread: int | None) -> dict[str, tuple[int, list[Begun]]]:
-    """Return how many collectives this rank's program has begun, and the latest of them, by group.
+    """Return, for each group, how many collectives this rank has begun, and the latest of them.
 
-    Includes flatshard's collectives on the program's groups. Empty if another thread may begin a
-    collective, because then the numbers may grow while ``thread`` waits. ``thread`` is None if the
-    program has ended.
+    Includes flatshard's collectives on the program's groups. ``thread``: the thread of the program
+    that begins collectives. None: the program has ended. The result is empty if a second thread
+    may begin collectives, because then the numbers may grow while ``thread`` waits.
     """
     at_most: dict[str, int] = {}
     for group, name in tuple(distributed_c10d._world.pg_names.items()):

@@ -333,9 +333,10 @@ def _lost(func: Any, view: GatheredView) -> RuntimeError:
     """Return the error for a function that writes, or may write, to a ``GatheredView``."""
     return RuntimeError(
         f"{view.of.text}: {_name(func)} writes to a view that was taken outside of forward. The "
-        "view shows a copy, so the edit would be lost. Instead, edit a full copy on all ranks, and "
-        "write it back under torch.no_grad(): full = p.full_tensor(); full[0] = 0; p.copy_(full), "
-        "and likewise for p.grad. Or pass a clone()."
+        "view shows a copy, so the edit would be lost. To edit, change a full copy on all ranks, "
+        "and write it back under torch.no_grad(): full = p.full_tensor(); full[0] = 0; "
+        "p.copy_(full), and likewise for p.grad. If the edit need not reach the model, edit a "
+        "clone() of the view."
     )
 
 
@@ -366,6 +367,6 @@ def as_views(result: Any, full: Collection[Tensor], of: FlatShardTensor, *, copi
         shown.of, shown.version = of, _version(of)
         return shown
 
-    # `tree_map_only` would make a tuple of a torch.Size.
+    # `tree_map_only` would turn a torch.Size into a plain tuple.
     is_size = isinstance(result, torch.Size)
     return result if is_size else pytree.tree_map_only(Tensor, view, result)

@@ -14,9 +14,9 @@ the first and the third run. A tensor's unit at a step is the largest of these n
 - its largest noise up to this step, relative to its norm at this step, which may be tiny;
 - the largest median so far: the median, at one step, of the nonzero relative noise of all tensors
   of the same kind (gradient, value, output, ...);
-- a tenth of the largest relative noise so far of the tensors of the same kind, without noise of 5 %
-  or more (rounding may change a number's sign before a ReLU or an absolute value, which changes a
-  few gradients much more than the median);
+- a tenth of the largest relative noise so far of any tensor of the same kind; a tensor with noise
+  of 5 % or more at a step is left out of that step. (Rounding may flip a number's sign before a
+  ReLU or an absolute value. Then a few gradients change much more than the median.)
 - twice the dtype's precision, or a larger multiple if the tensor's norm is below 1/2000 of the
   largest norm of its kind.
 """
@@ -199,8 +199,8 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
     # A tensor that only the run under flatshard has keeps this tiny unit: it always differs.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
     # Largest values up to this step. `sizes`: relative noise of each tensor. `gaps`: absolute noise
-    # of each tensor. `typical`: relative noise of each kind ([Note: units]). `norms`: norm of the
-    # largest tensor of each kind.
+    # of each tensor. `typical`: relative noise of each kind ([Note: units]). `norms`: largest norm
+    # of each kind.
     sizes, gaps, typical, norms = (defaultdict[Any, float](float) for _ in range(4))
     for step, group in groupby(noise, key=lambda one: one.step):
         here = [*group]

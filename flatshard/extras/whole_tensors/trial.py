@@ -81,7 +81,7 @@ def find_step_mode(optimizer: Optimizer) -> StepMode:
 
 @contextlib.contextmanager
 def _kept_generators() -> Iterator[None]:
-    """Undo what trials draw from the random number generators of torch, Python and numpy."""
+    """Restore the random number generators of torch, Python and numpy after trials."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     numpy = sys.modules.get("numpy")
     kept = random.getstate(), numpy and numpy.random.get_state()
