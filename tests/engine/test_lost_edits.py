@@ -118,7 +118,7 @@ def _frozen(keywords: dict[str, Any]) -> None:
 
 # Each rank compares its range of the unit's parameters. If the edit is in another rank's range, the
 # error names the unit's first parameters.
-_ONE, _ANY = ".'1.weight'.", "('1.weight'|'0.weight', '0.bias', '1.weight', or others)."
+_ONE, _ANY = ".'1.weight'.", "('1.weight'|one of '0.weight', '0.bias', '1.weight', or others)."
 
 MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     f"its forward edited parameters in place .{_ANY}": _renormed("no_grad"),

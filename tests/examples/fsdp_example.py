@@ -22,11 +22,11 @@ from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    FullyShardedDataParallel as FSDP,
     MixedPrecision,
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
