@@ -92,6 +92,8 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> str | Non
 
     ``everyone``: the facts of each of ``ranks``.
     """
+    if everyone.count(everyone[0]) == len(everyone):
+        return None  # all ranks agree: skip the loop, whose time grows with the number of ranks
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         ranks_of: dict[str, list[int]] = {}
         for rank, facts in zip(ranks, everyone, strict=True):

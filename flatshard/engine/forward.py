@@ -398,7 +398,7 @@ class Forward:
 
 # The code of `Module.__call__`.
 _CALLS = nn.Module._wrapped_call_impl.__code__  # type: ignore[attr-defined]
-# Recognise a wrapper's frame by its file, not by its code object, which Dynamo may replace.
+# Recognise a wrapper's frame by its file: Dynamo may replace the frame's code object.
 _WRAPPERS = ModuleProxy.forward.__code__.co_filename
 
 

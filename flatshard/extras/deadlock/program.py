@@ -45,7 +45,7 @@ PROGRAM = "the program's own"  # kind of the collectives called by the user's pr
 UNKNOWN = WaitCondition("", "", 0, ())
 OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
-_DESCRIBED = 4  # number of collectives that a rank describes to other ranks, for each group
+_DESCRIBED = 4  # number of the latest collectives of a group that a rank describes to the others
 _C10D = distributed_c10d.__file__
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # Folders of flatshard: while a thread runs code there, it is in a step, or runs a collective.
