@@ -19,7 +19,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -334,10 +334,7 @@ def _reading(name: str) -> Any:
     method = getattr(dict, name)
 
     def read(self: BucketState, *args: Any) -> Any:
-        if not self.is_apart:
-            self.is_apart = True
-            self.update(apart(self))
-        return method(self, *args)
+        return method(apart(self), *args)
 
     return read
 
@@ -347,16 +344,18 @@ class BucketState(dict[str, Any]):
 
     All members share one tensor ``step`` (the number of steps). When a program reads a member's
     state, the member gets its own copy of ``step``, because the program may write to the tensor.
-    The next optimizer step joins the members' states again.
+    While the program holds the copy, each optimizer step reads the copy, and updates it.
     """
 
-    is_apart = False
+    # Whether the state has its own copies. None if the bucket has one member: no copies are needed.
+    is_apart: bool | None = False
     __getitem__, __iter__, get = _reading("__getitem__"), _reading("__iter__"), _reading("get")
     keys, values, items = _reading("keys"), _reading("values"), _reading("items")
     pop, setdefault, copy = _reading("pop"), _reading("setdefault"), _reading("copy")
 
 
 _IS_APART = operator.attrgetter("is_apart")
+_VERSIONS = partial(map, operator.attrgetter("_version"))
 
 
 # `_values` and `_are_same` call only functions written in C, for speed: each step compares the
@@ -370,16 +369,17 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def apart(state: State) -> State:
-    """Return ``state`` with copies of tensors that all members of a bucket share (``step``)."""
-    if not isinstance(state, BucketState):
-        return state
-    items = dict.items(state)
-    return {k: v.clone() if type(v) is Tensor and v.dim() == 0 else v for k, v in items}
+    """Give ``state`` its own copies of tensors that a bucket's members share, and return it."""
+    if isinstance(state, BucketState) and state.is_apart is False:
+        state.is_apart = True
+        items = dict.items(state)
+        state.update({k: v.clone() for k, v in items if type(v) is Tensor and v.dim() == 0})
+    return state
 
 
 def shown(state: State) -> State:
     """Return a state for ``optimizer.state_dict()``: sharded tensors become this rank's parts."""
-    values = apart(state).items()
+    values = state.items()
     return {k: one.to_local() if isinstance(one, FlatShardTensor) else one for k, one in values}
 
 
@@ -451,6 +451,9 @@ class ParamBucket:
         self._flat, self._specs = first.shard_flat, [param.spec for param in params]
         # The members' states are views of the bucket's state, `_shared`.
         self._states, self._shared = [BucketState() for _ in params], State()
+        # For each value that `_join` has joined: the member's number, the name, and weak references
+        # to the value and to the joined value.
+        self._joined = list[tuple[int, str, weakref.ref[Tensor], weakref.ref[Tensor]]]()
         self._remember()
         # Range of the bucket in the shard.
         self._range = slice(first.spec.start, params[-1].spec.range.stop)
@@ -460,6 +463,18 @@ class ParamBucket:
     def _remember(self) -> None:
         """Store the values of the states, to notice if the user's program replaces a value."""
         self._values_made, self._shared_made = _values(self._states), _values([self._shared])
+        items = chain(*(dict.items(state) for state in self._states if state.is_apart))
+        # The names of the members' own copies, and the version counters, which a write changes.
+        self._own = {v: k for k, v in items if type(v) is Tensor and v.dim() == 0}
+        self._versions = [*_VERSIONS(self._own)]
+
+    def _update_own(self) -> bool:
+        """Update the members' own copies. Return False if their states were read in the step."""
+        are_same = _are_same(_values(self._states), self._values_made)
+        if are_same and self._own:
+            torch._foreach_copy_([*self._own], [self._shared[k] for k in self._own.values()])
+            self._versions = [*_VERSIONS(self._own)]
+        return are_same
 
     def _part(self, param: FlatShardTensor) -> slice:
         """Return the range of a member in the bucket's elements."""
@@ -507,8 +522,8 @@ class ParamBucket:
         # Usually the members' states are the views that `swap_out` made. If not (in the first step,
         # and after the user has assigned or loaded state), join the members' states.
         self._found = [*map(present.get, map(id, self.members))]  # states before the step
-        are_known = _are_same(self._found, self._states)
-        if not (are_known and _are_same(_values(self._states), self._values_made)):
+        known = self._versions == [*_VERSIONS(self._own)] and _are_same(self._found, self._states)
+        if not (known and _are_same(_values(self._states), self._values_made)):
             if (shared := self._join(states)) is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
             # The joined state is a copy. Free the members' states before the step, to save memory.
@@ -532,14 +547,13 @@ class ParamBucket:
             for param in self.members:
                 param.grad = None
         self.param.grad = None
-        shared = states.pop(self.param, None)
-        if shared is None:
+        if (shared := states.pop(self.param, None)) is None:
             return
         # If the optimizer has updated the state in place, the views of the last step are valid. But
         # make new views if a member's state was read during the step (by Dynamo, for example): then
         # the member has a copy of `step` from before the update.
         is_same = shared is self._shared and _are_same(_values([shared]), self._shared_made)
-        if not is_same or any(map(_IS_APART, self._states)):
+        if not is_same or (any(map(_IS_APART, self._states)) and not self._update_own()):
             self._split(shared, states)
         if states.get(self.members[0]) is not self._states[0]:
             states.update(zip(self.members, self._states, strict=False))
@@ -558,7 +572,7 @@ class ParamBucket:
             return {}
         first = next(iter(own.values()))
         if len(self.members) == 1:
-            return apart(first)
+            return {**first}
         if len(own) < len(self.members) or any(s.keys() != first.keys() for s in own.values()):
             return None
         shared: State = {}
@@ -577,6 +591,12 @@ class ParamBucket:
                 shared[key] = value.clone() if isinstance(value, Tensor) else value
             else:
                 return None
+        self._joined = [
+            (number, key, weakref.ref(value), weakref.ref(shared[key]))
+            for number, state in enumerate(own.values())
+            for key, value in state.items()
+            if isinstance(value, Tensor) and getattr(value, "_base", None) is None
+        ]
         return shared
 
     def _is_part(self, base: Tensor, param: FlatShardTensor, value: Any) -> bool:
@@ -588,6 +608,8 @@ class ParamBucket:
         """Make ``shared`` the bucket's state, and give each member views of ``shared``."""
         is_small = self.param.numel() == 1
         numbers = numbers_in([*states.items(), (self.param, shared)]) if is_small else set[str]()
+        # The states' values of which the optimizer has updated the joined value in place.
+        joined = [(n, k, ref) for n, k, ref, made in self._joined if made() is shared.get(k)]
         target = self.members[0].spec.state_target
         if target is not None:
             target.take_state(shared, self.param.shape)
@@ -597,7 +619,16 @@ class ParamBucket:
         for one, state in zip(self.members, self._states, strict=False):
             state.clear()
             state.update({k: v if k in numbers else self._view(k, v, one) for k, v in items})
-            state.is_apart = False
+            state.is_apart = None if len(self.members) == 1 else False
+        # An optimizer's step updates the tensors that its `state_dict()` has returned, and those
+        # that `load_state_dict()` has got. So update the tensors that the program still holds.
+        self._joined, self._own, self._values_made = [], {}, []
+        for number, key, ref in joined:
+            value = ref()
+            if value is not None and value.dim() == 0:
+                apart(self._states[number])[key] = value.copy_(shared[key])
+            elif value is not None and key not in numbers and shared[key].shape == self.param.shape:
+                value.data = shared[key][self._part(self.members[number])]
         self._remember()
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
@@ -617,13 +648,14 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str]) -> State:
     """Replace full and sharded tensors in ``state`` by this rank's ranges, and return ``state``."""
-    spec = param.spec
+    spec, is_cut = param.spec, False
     for key, value in state.items():
         # `value` may be full (made before the model was wrapped), sharded (made by Adagrad), or
         # already this rank's range.
         part = part_per_element(spec, value, is_local=True, is_number=key in numbers)
         if part is not None:
             state[key] = part
+            is_cut |= part is not value and not isinstance(value, FlatShardTensor)
         elif isinstance(value, Tensor) and value.numel() > 1:
             raise RuntimeError(
                 f"optimizer state {key!r} of parameter {spec.name!r}: expected shape "
@@ -631,6 +663,8 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
                 f"{tuple(value.shape)}. A plain optimizer.state_dict() contains only one "
                 "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
             )
+    if is_cut:  # steps will not update the full tensors, so they must not update `step` either
+        state.update({k: v.clone() for k, v in state.items() if getattr(v, "shape", None) == ()})
     return state
 
 

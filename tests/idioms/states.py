@@ -77,15 +77,21 @@ def load_plain_optimizer(side: Side) -> Any:
     return side.fit(model, optimizer)
 
 
-@idiom("`optimizer.state_dict()` and `load_state_dict()` in one run")
+@idiom("`optimizer.state_dict()`, copied or not, loaded twice, and edited, in one run", ways="full")
 def optimizer_round_trip(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = side.fit(model, optimizer)[:-1]
-    state = copy.deepcopy(optimizer.state_dict())
-    other = torch.optim.AdamW(model.parameters(), lr=0.5)
-    other.load_state_dict(state)
-    return losses + side.fit(model, other, first=4)
+    losses: list[Any] = []
+    for copied in (copy.copy, copy.deepcopy):
+        model = side.wrap(Mlp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses += side.fit(model, optimizer)[:-1]
+        state = copied(optimizer.state_dict())
+        other = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(3):  # load_state_dict() does not copy: a step changes `state`
+            losses += side.fit(model, optimizer, steps=1, first=4)[:-1]
+            other.load_state_dict(state)
+            losses += side.fit(model, other, steps=2, first=5)[:-1]
+            state["state"][step]["step"] += 3
+    return losses
 
 
 @idiom("`copy.deepcopy(model)`, both trained on")

@@ -10,13 +10,13 @@ from structure import measure_size
 
 from tests.harness import ROOT, run_ranks
 
-SIZE = {"code_lines": 18_199, "core_lines": 9_049, "modules": 119, "strict_zips_in_core": 21}
+SIZE = {"code_lines": 18_224, "core_lines": 9_074, "modules": 119, "strict_zips_in_core": 21}
 
 REPEATED_NAMES: set[str] = set()
 """Names that several files of the package have; no name may be added."""
 
 STEP = {
-    "native": {"files": 28, "functions": 190, "lines": 1000},
+    "native": {"files": 28, "functions": 190, "lines": 999},
     "sockets": {"files": 29, "functions": 204, "lines": 1063},
     "auto": {"files": 31, "functions": 206, "lines": 1093},
 }
