@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch._dynamo  # import before ranks are forked, because optimizers import it
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import optimizer as steps
 
@@ -52,7 +52,6 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 from flatshard.wrapper import ShardedWrapper
 
-dist: Any = torch.distributed
 mp: Any = torch.multiprocessing
 # torch's own class, kept because `_install` replaces the class in all modules outside of flatshard.
 DDP: Any = nn.parallel.DistributedDataParallel
@@ -62,11 +61,9 @@ _NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see -
 _NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
 FEWER_STEPS = " (did it resume from files of an earlier run?)"  # ends the text about too few steps
 _SIZE, _CHUNK = 256, 1 << 16  # number of sums recorded of a tensor; elements added at once
-_NEEDS_ALL = {
-    # Key: a method of modules. Value: the replacement for a call that only some ranks make.
-    "state_dict": "write flatshard.checkpoint.full_state_dict(model), which needs every rank",
-    "__call__": "forward() needs every rank: evaluate equal numbers of batches on all ranks",
-}
+# Replacements for calls that only some ranks make.
+_FULL_STATE = "write flatshard.checkpoint.full_state_dict(model), which needs every rank"
+_EQUAL_CALLS = "forward() needs every rank: evaluate equal numbers of batches on all ranks"
 
 
 class Sketch(NamedTuple):
@@ -100,10 +97,9 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # then `finally` ends the ranks
     torch.set_num_threads(1)  # forked ranks would lack the threads of this process
     # Under torchrun, the first process of each host starts all ranks of its host.
-    first = int(os.environ.get("RANK", 0))
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
+    first, count = int(os.environ.get("RANK", 0)), options.ranks_here
     # The ranks of all hosts write their records and the first failure into one file.
-    store = dist.FileStore(str(options.records / name), -1)
+    store: Any = dist.FileStore(str(options.records / name), -1)  # type: ignore[attr-defined]
     if first == 0 and store.check(["port"]):
         return [], f"--keep: expected a new folder, found files of another run in {options.keep}"
     options.run, options.lone_calls, options.store = name, lone_calls, store
@@ -260,8 +256,7 @@ class Recorder:
         states = {torch.get_rng_state(): "torch", torch.tensor(random.getstate()[1]): "random"}
         # numpy has been imported, because `_sketch` needs it.
         states[torch.tensor([*pickle.dumps(sys.modules["numpy"].random.get_state())])] = "numpy"
-        if torch.cuda.is_initialized():
-            states[torch.cuda.get_rng_state()] = "torch.cuda"
+        states |= {torch.cuda.get_rng_state(): "torch.cuda"} if torch.cuda.is_initialized() else {}
         self._add("random generator", states)
         self._add_costs()
         if len(self.record.costs) > self.options.steps:
@@ -348,8 +343,8 @@ def _install(recorder: Recorder) -> None:
                 setattr(module, name, new[id(value)])
     # torch.compile calls this method of the class that has replaced DistributedDataParallel.
     ShardedWrapper._get_active_ddp_module = DDP._get_active_ddp_module  # type: ignore
-    for method in _NEEDS_ALL:
-        _watch(recorder, method)
+    _watch(recorder, "state_dict", _FULL_STATE)
+    _watch(recorder, "__call__", _EQUAL_CALLS)
     warn: Any = warnings.warn
 
     def note(message: Any, category: Any = None, stacklevel: int = 1, **kwargs: Any) -> None:
@@ -429,8 +424,11 @@ def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwarg
             _wrap_in_place(recorder, "--wrap", model)
 
 
-def _watch(recorder: Recorder, method: str) -> None:
-    """Count or replace calls of a method of ``nn.Module``, see [Note: lone calls]."""
+def _watch(recorder: Recorder, method: str, remedy: str) -> None:
+    """Count or replace calls of a method of ``nn.Module``, see [Note: lone calls].
+
+    ``remedy``: what the script must do instead, if only some ranks make the call.
+    """
     real: Any = getattr(nn.Module, method)
 
     @functools.wraps(real)
@@ -441,7 +439,7 @@ def _watch(recorder: Recorder, method: str) -> None:
             # calls `state_dict` only on rank 0.
             caller = sys._getframe(1).f_globals.get("__name__", "")
             counts = not caller.startswith(("torch.", "flatshard."))
-            if recorder.note(_NEEDS_ALL[method], counts=counts) in recorder.options.lone_calls:
+            if recorder.note(remedy, counts=counts) in recorder.options.lone_calls:
                 plain = vars(module)["_plain"].train(module.training)
                 before = {**vars(plain)}
                 result = real(plain, *args, **kwargs)
