@@ -95,7 +95,6 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     """
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # then `finally` ends the ranks
-    torch.set_num_threads(1)  # forked ranks would lack the threads of this process
     # Under torchrun, the first process of each host starts all ranks of its host.
     first, count = int(os.environ.get("RANK", 0)), options.ranks_here
     # The ranks of all hosts write their records and the first failure into one file.
@@ -138,6 +137,9 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     Writes the ``Record`` of the rank's tensors, costs and errors into ``options.store``.
     """
     os.setsid()
+    # This process lacks the threads of the process that forked it. Make a new pool of threads here:
+    # if several threads of autograd made the pool at once, torch would abort.
+    torch.set_num_threads(1)
     rank, size = first + local_rank, f"{options.nproc_per_node}"
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(os.dup2(log.fileno(), 1), 2)  # stdout and stderr
