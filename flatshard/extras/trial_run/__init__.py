@@ -97,11 +97,11 @@ def start(given: dict[str, Any]) -> int:
     options.nproc_per_node = int(os.environ.get("WORLD_SIZE", options.nproc_per_node))
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # the process of this host's first rank starts all ranks of this host
-    options.ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
+    options.num_here = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
     report: dict[str, Any] = {"verdict": NOT_COMPARED, "lines": [], "costs": {}}
     with tempfile.TemporaryDirectory(prefix="flatshard-try-") as folder:
         options.folder = Path(options.keep or folder).resolve()
-        several_hosts = options.ranks_here != options.nproc_per_node
+        several_hosts = options.num_here < options.nproc_per_node
         options.records = options.folder if several_hosts else Path(folder)
         report["text"] = judge(options, report)
     report["text"] += "\n  ".join([_CHANGES, *report["lines"]]) * bool(report["lines"])
@@ -114,7 +114,7 @@ def start(given: dict[str, Any]) -> int:
 def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     """Run the script up to three times. Puts the verdict and figures into the report.
 
-    ``options.ranks_here``: number of ranks on this host. ``options.folder``: a folder for the
+    ``options.num_here``: number of ranks on this host. ``options.folder``: a folder for the
     output of all ranks. ``options.records``: an empty folder, which all hosts share. ``report``: a
     report of a script that was not compared. Returns the report's text.
     """
@@ -125,7 +125,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
         return f"SCRIPT: expected a file (or -m and a module), got {options.script!r}."
     if min(counts := (options.nproc_per_node, options.steps)) < 1:
         return f"--nproc-per-node, --steps: expected at least 1, got {counts[0]} and {counts[1]}."
-    if options.ranks_here != options.nproc_per_node and not options.keep:
+    if options.num_here < options.nproc_per_node and not options.keep:
         return "--keep: expected a new folder that all hosts share."
     options.folder.mkdir(parents=True, exist_ok=True)
     reference, failure = forked_ranks.run(options, "ddp")

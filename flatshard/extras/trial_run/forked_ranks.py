@@ -38,13 +38,14 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch._dynamo  # import before ranks are forked, because optimizers import it
 from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.optim import optimizer as steps
+from torch.optim import Optimizer, optimizer as steps
 
 from flatshard.extras import peak_resident_bytes, program_line
 from flatshard.precision import cast_floats, tensors_in
@@ -75,20 +76,8 @@ class Sketch(NamedTuple):
     sums: Any  # a numpy array, because many arrays are pickled faster than many tensors
 
 
-class Record(NamedTuple):
-    """The record of one rank: sketches of tensors, costs, and notes."""
-
-    # Keys: step, kind of tensor, name. Missing gradients have no sketch.
-    events: dict[tuple[int, str, str], Sketch]
-    # How often the script ran each line that needs a change. Key: the line, and the change.
-    notes: Counter[str]
-    # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written. So
-    # the length of this list is the number of the current step, counted from 1.
-    costs: list[tuple[float, float, float]]
-
-
-def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], str]:
-    """Run the script. Returns the records of all ranks, and why the run failed (or "").
+def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Any], str]:
+    """Run the script. Returns the ``Recorder.record`` of all ranks, and why the run failed (or "").
 
     ``name``: ``ddp``, ``sharded``, or ``noise``, which repeats ``ddp`` with noise in the weights.
     ``lone_calls``: see [Note: lone calls].
@@ -96,7 +85,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # then `finally` ends the ranks
     # Under torchrun, the first process of each host starts all ranks of its host.
-    first, count = int(os.environ.get("RANK", 0)), options.ranks_here
+    first, count = int(os.environ.get("RANK", 0)), options.num_here
     # The ranks of all hosts write their records and the first failure into one file.
     store: Any = dist.FileStore(str(options.records / name), -1)  # type: ignore[attr-defined]
     if first == 0 and store.check(["port"]):
@@ -116,7 +105,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
                     log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
                     text = f"rank {rank} ended with status {one.exitcode}. Last output:\n"
                     store.compare_set("failure", "", text + log[-4000:])
-                    store.set(f"{rank}", pickle.dumps(Record({}, Counter(), [])))
+                    store.set(f"{rank}", pickle.dumps(SimpleNamespace(notes={})))
             if store.check(["failure"]):  # the other ranks have five seconds to end
                 until = min(until, time.monotonic() + 5.0)
     finally:
@@ -134,7 +123,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
 def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     """Run the script in this process, which was forked for one rank.
 
-    Writes the ``Record`` of the rank's tensors, costs and errors into ``options.store``.
+    Writes the rank's record and its failure, if any, into ``options.store``.
     """
     os.setsid()
     # This process lacks the threads of the process that forked it. Make a new pool of threads here:
@@ -177,13 +166,23 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
 
 
 class Recorder:
-    """Records the steps of one rank."""
+    """Records the steps of one rank.
+
+    Attributes:
+        record: the record, which ``run`` returns. ``record.events``: sketches of tensors, by step,
+            kind of tensor, and name; missing gradients have no sketch. ``record.notes``: how often
+            the script ran each line that needs a change, by the text of the line and the change.
+            ``record.costs``: peak memory in MiB, milliseconds, and KiB written, before the first
+            step and after each step. So the length of ``costs`` is the number of the current step,
+            counted from 1.
+        names: names of wrapped models' parameters.
+    """
 
     def __init__(self, options: Any, rank: int) -> None:
         """Record ``options.steps`` steps, of all optimizers together, then end the process."""
         self.options, self._rank = options, rank
-        self.record = Record({}, Counter(), [])
-        self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
+        self.record = SimpleNamespace(events={}, notes=Counter(), costs=[])
+        self.names: dict[Tensor, str] = {}
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
         # `_depth`: number of nested optimizer steps, because a step may step another optimizer, and
         # flatshard may step a copy of an optimizer. `_aside`: seconds spent on recording, which are
@@ -362,8 +361,7 @@ def _install(recorder: Recorder) -> None:
         exact = torch.linalg.vector_norm = functools.partial(_exact_norm, torch.linalg.vector_norm)  # type: ignore
         torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
     if recorder.options.wrap:
-        optimizers: Any = torch.optim.Optimizer
-        optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)
+        Optimizer.__init__ = functools.partialmethod(_make_and_wrap, recorder, Optimizer.__init__)  # type: ignore
 
 
 def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:

@@ -29,7 +29,7 @@ def options(folder: Path, *arguments: str) -> argparse.Namespace:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     given.folder = given.records = folder
-    given.ranks_here = given.nproc_per_node
+    given.num_here = given.nproc_per_node
     return given
 
 
