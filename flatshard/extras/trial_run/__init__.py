@@ -97,14 +97,14 @@ def start(given: dict[str, Any]) -> int:
     options.nproc_per_node = int(os.environ.get("WORLD_SIZE", options.nproc_per_node))
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # the process of this host's first rank starts all ranks of this host
-    options.several_hosts = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
-    report: dict[str, Any] = {}
+    options.num_here = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
+    report: dict[str, Any] = {"verdict": NOT_COMPARED, "lines": [], "costs": {}}
     with tempfile.TemporaryDirectory(prefix="flatshard-try-") as folder:
         options.folder = Path(options.keep or folder).resolve()
-        options.records = options.folder if options.several_hosts else Path(folder)
+        several_hosts = options.num_here < options.nproc_per_node
+        options.records = options.folder if several_hosts else Path(folder)
         report["text"] = judge(options, report)
-    if report["lines"]:
-        report["text"] += "\n  ".join([_CHANGES, *report["lines"]])
+    report["text"] += "\n  ".join([_CHANGES, *report["lines"]]) * bool(report["lines"])
     print(report["text"])
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
@@ -114,18 +114,18 @@ def start(given: dict[str, Any]) -> int:
 def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     """Run the script up to three times. Puts the verdict and figures into the report.
 
-    ``options.folder``: a folder for the output of all ranks. ``options.records``: an empty folder,
-    which all hosts share. Returns the report's text.
+    ``options.num_here``: number of ranks on this host. ``options.folder``: a folder for the
+    output of all ranks. ``options.records``: an empty folder, which all hosts share. ``report``: a
+    report of a script that was not compared. Returns the report's text.
     """
     # Import here: other commands should not wait for the import of torch's compiler and FSDP.
     from flatshard.extras.trial_run import forked_ranks
 
-    report |= {"verdict": NOT_COMPARED, "lines": [], "costs": {}}
     if not (options.is_module or Path(options.script).is_file()):
         return f"SCRIPT: expected a file (or -m and a module), got {options.script!r}."
     if min(counts := (options.nproc_per_node, options.steps)) < 1:
         return f"--nproc-per-node, --steps: expected at least 1, got {counts[0]} and {counts[1]}."
-    if options.several_hosts and not options.keep:
+    if options.num_here < options.nproc_per_node and not options.keep:
         return "--keep: expected a new folder that all hosts share."
     options.folder.mkdir(parents=True, exist_ok=True)
     reference, failure = forked_ranks.run(options, "ddp")

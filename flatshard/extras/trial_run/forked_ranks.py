@@ -38,13 +38,14 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch._dynamo  # import before ranks are forked, because optimizers import it
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.optim import optimizer as steps
+from torch.optim import Optimizer, optimizer as steps
 
 from flatshard.extras import peak_resident_bytes, program_line
 from flatshard.precision import cast_floats, tensors_in
@@ -52,7 +53,6 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 from flatshard.wrapper import ShardedWrapper
 
-dist: Any = torch.distributed
 mp: Any = torch.multiprocessing
 # torch's own class, kept because `_install` replaces the class in all modules outside of flatshard.
 DDP: Any = nn.parallel.DistributedDataParallel
@@ -62,11 +62,9 @@ _NO_WRAPPER = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see -
 _NO_OPTIMIZER = "it made no optimizer of a module's parameters, so --wrap did not wrap a model"
 FEWER_STEPS = " (did it resume from files of an earlier run?)"  # ends the text about too few steps
 _SIZE, _CHUNK = 256, 1 << 16  # number of sums recorded of a tensor; elements added at once
-_NEEDS_ALL = {
-    # Key: a method of modules. Value: the replacement for a call that only some ranks make.
-    "state_dict": "write flatshard.checkpoint.full_state_dict(model), which needs every rank",
-    "__call__": "forward() needs every rank: evaluate equal numbers of batches on all ranks",
-}
+# Replacements for calls that only some ranks make.
+_FULL_STATE = "write flatshard.checkpoint.full_state_dict(model), which needs every rank"
+_EQUAL_CALLS = "forward() needs every rank: evaluate equal numbers of batches on all ranks"
 
 
 class Sketch(NamedTuple):
@@ -78,32 +76,18 @@ class Sketch(NamedTuple):
     sums: Any  # a numpy array, because many arrays are pickled faster than many tensors
 
 
-class Record(NamedTuple):
-    """The record of one rank: sketches of tensors, costs, and notes."""
-
-    # Keys: step, kind of tensor, name. Missing gradients have no sketch.
-    events: dict[tuple[int, str, str], Sketch]
-    # How often the script ran each line that needs a change. Key: the line, and the change.
-    notes: Counter[str]
-    # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written. So
-    # the length of this list is the number of the current step, counted from 1.
-    costs: list[tuple[float, float, float]]
-
-
-def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], str]:
-    """Run the script. Returns the records of all ranks, and why the run failed (or "").
+def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Any], str]:
+    """Run the script. Returns the ``Recorder.record`` of all ranks, and why the run failed (or "").
 
     ``name``: ``ddp``, ``sharded``, or ``noise``, which repeats ``ddp`` with noise in the weights.
     ``lone_calls``: see [Note: lone calls].
     """
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # then `finally` ends the ranks
-    torch.set_num_threads(1)  # forked ranks would lack the threads of this process
     # Under torchrun, the first process of each host starts all ranks of its host.
-    first = int(os.environ.get("RANK", 0))
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
+    first, count = int(os.environ.get("RANK", 0)), options.num_here
     # The ranks of all hosts write their records and the first failure into one file.
-    store = dist.FileStore(str(options.records / name), -1)
+    store: Any = dist.FileStore(str(options.records / name), -1)  # type: ignore[attr-defined]
     if first == 0 and store.check(["port"]):
         return [], f"--keep: expected a new folder, found files of another run in {options.keep}"
     options.run, options.lone_calls, options.store = name, lone_calls, store
@@ -121,7 +105,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
                     log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
                     text = f"rank {rank} ended with status {one.exitcode}. Last output:\n"
                     store.compare_set("failure", "", text + log[-4000:])
-                    store.set(f"{rank}", pickle.dumps(Record({}, Counter(), [])))
+                    store.set(f"{rank}", pickle.dumps(SimpleNamespace(notes={})))
             if store.check(["failure"]):  # the other ranks have five seconds to end
                 until = min(until, time.monotonic() + 5.0)
     finally:
@@ -139,9 +123,12 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
 def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     """Run the script in this process, which was forked for one rank.
 
-    Writes the ``Record`` of the rank's tensors, costs and errors into ``options.store``.
+    Writes the rank's record and its failure, if any, into ``options.store``.
     """
     os.setsid()
+    # This process lacks the threads of the process that forked it. Make a new pool of threads here:
+    # if several threads of autograd made the pool at once, torch would abort.
+    torch.set_num_threads(1)
     rank, size = first + local_rank, f"{options.nproc_per_node}"
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(os.dup2(log.fileno(), 1), 2)  # stdout and stderr
@@ -179,13 +166,23 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
 
 
 class Recorder:
-    """Records the steps of one rank."""
+    """Records the steps of one rank.
+
+    Attributes:
+        record: the record, which ``run`` returns. ``record.events``: sketches of tensors, by step,
+            kind of tensor, and name; missing gradients have no sketch. ``record.notes``: how often
+            the script ran each line that needs a change, by the text of the line and the change.
+            ``record.costs``: peak memory in MiB, milliseconds, and KiB written, before the first
+            step and after each step. So the length of ``costs`` is the number of the current step,
+            counted from 1.
+        names: names of wrapped models' parameters.
+    """
 
     def __init__(self, options: Any, rank: int) -> None:
         """Record ``options.steps`` steps, of all optimizers together, then end the process."""
         self.options, self._rank = options, rank
-        self.record = Record({}, Counter(), [])
-        self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
+        self.record = SimpleNamespace(events={}, notes=Counter(), costs=[])
+        self.names: dict[Tensor, str] = {}
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
         # `_depth`: number of nested optimizer steps, because a step may step another optimizer, and
         # flatshard may step a copy of an optimizer. `_aside`: seconds spent on recording, which are
@@ -260,8 +257,7 @@ class Recorder:
         states = {torch.get_rng_state(): "torch", torch.tensor(random.getstate()[1]): "random"}
         # numpy has been imported, because `_sketch` needs it.
         states[torch.tensor([*pickle.dumps(sys.modules["numpy"].random.get_state())])] = "numpy"
-        if torch.cuda.is_initialized():
-            states[torch.cuda.get_rng_state()] = "torch.cuda"
+        states |= {torch.cuda.get_rng_state(): "torch.cuda"} if torch.cuda.is_initialized() else {}
         self._add("random generator", states)
         self._add_costs()
         if len(self.record.costs) > self.options.steps:
@@ -348,8 +344,8 @@ def _install(recorder: Recorder) -> None:
                 setattr(module, name, new[id(value)])
     # torch.compile calls this method of the class that has replaced DistributedDataParallel.
     ShardedWrapper._get_active_ddp_module = DDP._get_active_ddp_module  # type: ignore
-    for method in _NEEDS_ALL:
-        _watch(recorder, method)
+    _watch(recorder, "state_dict", _FULL_STATE)
+    _watch(recorder, "__call__", _EQUAL_CALLS)
     warn: Any = warnings.warn
 
     def note(message: Any, category: Any = None, stacklevel: int = 1, **kwargs: Any) -> None:
@@ -365,8 +361,7 @@ def _install(recorder: Recorder) -> None:
         exact = torch.linalg.vector_norm = functools.partial(_exact_norm, torch.linalg.vector_norm)  # type: ignore
         torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
     if recorder.options.wrap:
-        optimizers: Any = torch.optim.Optimizer
-        optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)
+        Optimizer.__init__ = functools.partialmethod(_make_and_wrap, recorder, Optimizer.__init__)  # type: ignore
 
 
 def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
@@ -429,8 +424,11 @@ def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwarg
             _wrap_in_place(recorder, "--wrap", model)
 
 
-def _watch(recorder: Recorder, method: str) -> None:
-    """Count or replace calls of a method of ``nn.Module``, see [Note: lone calls]."""
+def _watch(recorder: Recorder, method: str, remedy: str) -> None:
+    """Count or replace calls of a method of ``nn.Module``, see [Note: lone calls].
+
+    ``remedy``: what the script must do instead, if only some ranks make the call.
+    """
     real: Any = getattr(nn.Module, method)
 
     @functools.wraps(real)
@@ -441,7 +439,7 @@ def _watch(recorder: Recorder, method: str) -> None:
             # calls `state_dict` only on rank 0.
             caller = sys._getframe(1).f_globals.get("__name__", "")
             counts = not caller.startswith(("torch.", "flatshard."))
-            if recorder.note(_NEEDS_ALL[method], counts=counts) in recorder.options.lone_calls:
+            if recorder.note(remedy, counts=counts) in recorder.options.lone_calls:
                 plain = vars(module)["_plain"].train(module.training)
                 before = {**vars(plain)}
                 result = real(plain, *args, **kwargs)
