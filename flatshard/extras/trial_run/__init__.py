@@ -104,7 +104,8 @@ def start(given: dict[str, Any]) -> int:
         several_hosts = options.num_here < options.nproc_per_node
         options.records = options.folder if several_hosts else Path(folder)
         report["text"] = judge(options, report)
-    report["text"] += "\n  ".join([_CHANGES, *report["lines"]]) * bool(report["lines"])
+    if report["lines"]:
+        report["text"] += "\n  ".join([_CHANGES, *report["lines"]])
     print(report["text"])
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")

@@ -257,7 +257,8 @@ class Recorder:
         states = {torch.get_rng_state(): "torch", torch.tensor(random.getstate()[1]): "random"}
         # numpy has been imported, because `_sketch` needs it.
         states[torch.tensor([*pickle.dumps(sys.modules["numpy"].random.get_state())])] = "numpy"
-        states |= {torch.cuda.get_rng_state(): "torch.cuda"} if torch.cuda.is_initialized() else {}
+        if torch.cuda.is_initialized():
+            states[torch.cuda.get_rng_state()] = "torch.cuda"
         self._add("random generator", states)
         self._add_costs()
         if len(self.record.costs) > self.options.steps:
