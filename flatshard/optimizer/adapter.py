@@ -30,7 +30,7 @@ from torch.utils._pytree import keystr, tree_map_with_path
 from flatshard.options.extras import extra
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, is_unreduced, local_grad
+from flatshard.tensor.sharded_tensor import FlatShardTensor, LocalView, is_unreduced, local_grad
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -572,17 +572,16 @@ class ParamBucket:
             return {}
         first = next(iter(own.values()))
         if len(self.members) == 1:
-            return {**first}
+            return {k: v.detach() if type(v) is LocalView else v for k, v in first.items()}
         if len(own) < len(self.members) or any(s.keys() != first.keys() for s in own.values()):
             return None
         shared: State = {}
         for key, value in first.items():
             shapes = {param: getattr(state[key], "shape", None) for param, state in own.items()}
-            base = getattr(value, "_base", None)
-            if base is not None and all(self._is_part(base, p, s[key]) for p, s in own.items()):
-                # The values are views of one tensor, made by an earlier step or another optimizer.
-                # Use this tensor, because the program may have references to the views.
-                shared[key] = base
+            # If the values are views of one tensor, made by an earlier step or another optimizer,
+            # use this tensor, because the program may have references to the views.
+            if (whole := self._whole([state[key] for state in own.values()])) is not None:
+                shared[key] = whole
             elif key not in numbers and all(s == (p.spec.numel,) for p, s in shapes.items()):
                 shared[key] = value.new_zeros(self.param.numel())
                 for param, state in own.items():
@@ -599,10 +598,21 @@ class ParamBucket:
         ]
         return shared
 
-    def _is_part(self, base: Tensor, param: FlatShardTensor, value: Any) -> bool:
-        """Whether ``value`` is the view of ``base`` that `_split` makes for a member."""
-        is_view = getattr(value, "_base", None) is base and base.shape == self.param.shape
-        return is_view and value.storage_offset() - base.storage_offset() == self._part(param).start
+    def _whole(self, values: Sequence[Any]) -> Tensor | None:
+        """Return the tensor of which the members' ``values`` are the views that `_split` makes.
+
+        The tensor may be a range of the state of a longer bucket. None if there is no such tensor.
+        """
+        base: Any = getattr(values[0], "_base", None)
+        if base is None or base.dim() != 1 or not base.is_contiguous():
+            return None
+        start = values[0].storage_offset() - base.storage_offset()
+        whole: Tensor = base[start : start + self.param.numel()]
+        for param, value in zip(self.members, values, strict=False):
+            part = whole[self._part(param)]
+            if getattr(value, "_base", None) is not base or not value.is_set_to(part):
+                return None
+        return whole if whole.shape == self.param.shape else None
 
     def _split(self, shared: State, states: States) -> None:
         """Make ``shared`` the bucket's state, and give each member views of ``shared``."""

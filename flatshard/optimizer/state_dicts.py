@@ -178,7 +178,8 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
             local = leaf.local.to(device or leaf.local.device, copy=not shares_memory)
             return state_shard(local, leaf.spec, leaf.shard_role)
         if isinstance(leaf, Tensor):
-            return leaf.detach().to(device or leaf.device, copy=not shares_memory)
+            leaf = leaf if shares_memory else leaf.detach()
+            return leaf.to(device or leaf.device, copy=not shares_memory)
         return copy.deepcopy(python_number(leaf))
 
     return pytree.tree_map(copied_leaf, value)

@@ -80,6 +80,10 @@ def load_plain_optimizer(side: Side) -> Any:
 @idiom("`optimizer.state_dict()`, copied or not, loaded twice, and edited, in one run", ways="full")
 def optimizer_round_trip(side: Side) -> Any:
     losses: list[Any] = []
+
+    def drop_a_gradient(model: nn.Module) -> None:
+        [*model.parameters()][1].grad = None
+
     for copied in (copy.copy, copy.deepcopy):
         model = side.wrap(Mlp())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -87,7 +91,7 @@ def optimizer_round_trip(side: Side) -> Any:
         state = copied(optimizer.state_dict())
         other = torch.optim.AdamW(model.parameters(), lr=0.05)
         for step in range(3):  # load_state_dict() does not copy: a step changes `state`
-            losses += side.fit(model, optimizer, steps=1, first=4)[:-1]
+            losses += side.fit(model, optimizer, steps=1, first=4, edit=drop_a_gradient)[:-1]
             other.load_state_dict(state)
             losses += side.fit(model, other, steps=2, first=5)[:-1]
             state["state"][step]["step"] += 3

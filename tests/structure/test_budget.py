@@ -10,7 +10,7 @@ from structure import measure_size
 
 from tests.harness import ROOT, run_ranks
 
-SIZE = {"code_lines": 18_216, "core_lines": 9_074, "modules": 119, "strict_zips_in_core": 21}
+SIZE = {"code_lines": 18_224, "core_lines": 9_082, "modules": 119, "strict_zips_in_core": 21}
 
 REPEATED_NAMES: set[str] = set()
 """Names that several files of the package have; no name may be added."""
