@@ -469,7 +469,7 @@ class ParamBucket:
         self._versions = [*_VERSIONS(self._own)]
 
     def _update_own(self) -> bool:
-        """Update the members' own copies. Return False if their states were read in the step."""
+        """Update the members' own copies. If their states were read in the step, return False."""
         are_same = _are_same(_values(self._states), self._values_made)
         if are_same and self._own:
             torch._foreach_copy_([*self._own], [self._shared[k] for k in self._own.values()])
@@ -599,9 +599,9 @@ class ParamBucket:
         return shared
 
     def _whole(self, values: Sequence[Any]) -> Tensor | None:
-        """Return the tensor of which the members' ``values`` are the views that `_split` makes.
+        """Return the tensor that `_split` has split into the members' ``values``, or None.
 
-        The tensor may be a range of the state of a longer bucket. None if there is no such tensor.
+        The tensor may be a range of a longer bucket's state.
         """
         base: Any = getattr(values[0], "_base", None)
         if base is None or base.dim() != 1 or not base.is_contiguous():
@@ -618,7 +618,7 @@ class ParamBucket:
         """Make ``shared`` the bucket's state, and give each member views of ``shared``."""
         is_small = self.param.numel() == 1
         numbers = numbers_in([*states.items(), (self.param, shared)]) if is_small else set[str]()
-        # The states' values of which the optimizer has updated the joined value in place.
+        # The joined values that the optimizer has updated in place, and has not replaced.
         joined = [(n, k, ref) for n, k, ref, made in self._joined if made() is shared.get(k)]
         target = self.members[0].spec.state_target
         if target is not None:
@@ -630,8 +630,8 @@ class ParamBucket:
             state.clear()
             state.update({k: v if k in numbers else self._view(k, v, one) for k, v in items})
             state.is_apart = None if len(self.members) == 1 else False
-        # An optimizer's step updates the tensors that its `state_dict()` has returned, and those
-        # that `load_state_dict()` has got. So update the tensors that the program still holds.
+        # Without sharding, steps update the tensors that `state_dict()` returned, and those that
+        # `load_state_dict()` received. So update those that the program still holds.
         self._joined, self._own, self._values_made = [], {}, []
         for number, key, ref in joined:
             value = ref()
@@ -673,7 +673,7 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
                 f"{tuple(value.shape)}. A plain optimizer.state_dict() contains only one "
                 "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
             )
-    if is_cut:  # steps will not update the full tensors, so they must not update `step` either
+    if is_cut:  # steps do not change the full tensors that were loaded, so leave their `step`, too
         state.update({k: v.clone() for k, v in state.items() if getattr(v, "shape", None) == ()})
     return state
 

@@ -346,11 +346,7 @@ def dropped_where_unused(side: Side) -> Any:
     return model
 
 
-@idiom(
-    "parameters frozen while gradients accumulate",
-    by_hand=True,
-    ways="full no_shard hybrid hybrid-op",
-)
+@idiom("frozen while gradients accumulate", by_hand=True, ways="full no_shard hybrid hybrid-op")
 def frozen_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for step in range(3):
@@ -375,10 +371,7 @@ def penalty_while_accumulating(side: Side) -> Any:
     return model
 
 
-@idiom(
-    "a step on gradients of which some or all are not reduced: refused",
-    ways="full grad_op no_shard hybrid-op",
-)
+@idiom("a step on unreduced gradients: refused", ways="full grad_op no_shard hybrid-op")
 def step_on_half_of_it(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
 
@@ -466,11 +459,7 @@ def reads_of_unreduced_gradients(side: Side) -> Any:
     return [read(weight.grad, weight) for read in READS.values()]
 
 
-@idiom(
-    "a parameter of the root that a rank leaves out, where averages go over sockets",
-    unused=True,
-    ways="full",
-)
+@idiom("a rank leaves out a parameter of the root, over sockets", unused=True, ways="full")
 def root_that_is_over_early(side: Side) -> Any:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.second(torch.tanh(net.first(x)))
@@ -513,11 +502,7 @@ def two_strategies(side: Side) -> Any:
     return [model, other]
 
 
-@idiom(
-    "`float()` while gradients accumulate: no step until `double()`",
-    by_hand=True,
-    ways="full no_shard hybrid",
-)
+@idiom("`float()` while gradients accumulate", by_hand=True, ways="full no_shard hybrid")
 def converted_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     side.loss(model, 0).backward()

@@ -103,11 +103,7 @@ def retained_graph(side: Side, model: Any, step: int) -> None:
     other.backward()
 
 
-@idiom(
-    "two forwards through batch norm, each of which takes rank 0's statistics",
-    by_hand=True,
-    ways="full",
-)
+@idiom("two forwards through batch norm take rank 0's statistics", by_hand=True, ways="full")
 def batch_norm_twice(side: Side) -> Any:
     net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     model = side.wrap(net, nn.Linear, nn.BatchNorm1d)
@@ -249,11 +245,7 @@ def edited_between_forwards(side: Side, model: Any, step: int) -> list[Tensor]:
     return outputs
 
 
-@idiom(
-    "what is trained changes between steps: parameters, modules, the model, and back",
-    by_hand=True,
-    ways="full grad_op no_shard op hybrid-op",
-)
+@idiom("what is trained changes", by_hand=True, ways="full grad_op no_shard op hybrid-op")
 def frozen_and_thawed(side: Side) -> Any:
     changes: list[Callable[[Any], object]] = [
         lambda net: [part.requires_grad_(False) for part in (net.fc2, net.fc3.bias)],
@@ -384,10 +376,7 @@ def buffers_broadcast(side: Side) -> Any:
 # ---------------------------------------------------------------- hooks and conversions
 
 
-@idiom(
-    "hooks of gradients from before and after wrapping, kept by `double()`, some removed later",
-    by_hand=True,
-)
+@idiom("hooks of gradients, kept by `double()`, some removed later", by_hand=True)
 def hooks_removed(side: Side) -> Any:
     def halve(param: Tensor) -> None:
         calls.append(param.shape)

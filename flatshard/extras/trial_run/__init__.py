@@ -113,11 +113,11 @@ def start(given: dict[str, Any]) -> int:
 
 
 def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
-    """Run the script up to three times. Puts the verdict and figures into the report.
+    """Run the script up to three times, and put the verdict and figures into ``report``.
 
     ``options.num_here``: number of ranks on this host. ``options.folder``: a folder for the
-    output of all ranks. ``options.records``: an empty folder, which all hosts share. ``report``: a
-    report of a script that was not compared. Returns the report's text.
+    output of all ranks. ``options.records``: an empty folder, which all hosts share. Returns the
+    report's text, or what is wrong with the options.
     """
     # Import here: other commands should not wait for the import of torch's compiler and FSDP.
     from flatshard.extras.trial_run import forked_ranks
